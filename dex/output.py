@@ -1,0 +1,77 @@
+"""Outputs appear whole or not at all: everything is written beside its place and renamed into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dex.errors import DexError
+
+
+def refuse_to_overwrite(path: Path, force: bool) -> None:
+    """Raise before any work is done if `path` holds something and `force` was not given."""
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if path.exists() and not force:
+        raise DexError(f"{path} exists already and is not overwritten; choose another output, or pass --force.")
+
+
+@contextmanager
+def whole_folder(path: Path, force: bool = False) -> Iterator[Path]:
+    """Yield an empty folder beside `path`; on success it takes the place of `path`, on any error it is removed.
+
+    A SIGKILL half-way leaves at most the hidden sibling `.<name>.partial`, which the next call removes.
+    """
+    refuse_to_overwrite(path, force)
+    partial = path.parent / f".{path.name}.partial"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        _replace_folder(partial, path)
+    except OSError as error:
+        raise DexError(f"{path} could not be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace_folder(partial: Path, path: Path) -> None:
+    for file in partial.rglob("*"):
+        if file.is_file():
+            _flush_to_disk(file)
+    previous = path.parent / f".{path.name}.previous"
+    shutil.rmtree(previous, ignore_errors=True)
+    if path.exists():
+        path.rename(previous)
+    partial.rename(path)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole: a reader sees the old content or the new, never a part."""
+    partial = path.parent / f".{path.name}.partial"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        _flush_to_disk(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise DexError(f"{path} could not be written: {error.strerror or error}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_whole` for a JSON value, indented, with a newline at the end."""
+    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _flush_to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
