@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dex.layer import Schedule, ScheduleName, WDInit, lambda_init
 TARGETS = ("k_proj", "v_proj", "o_proj")
 
 
-class DexPeftType(str, Enum):
+class DexPeftType(StrEnum):
     """PEFT's own enum of method names is closed, and its loaders read `.value`: so a str that has one."""
 
     DEX = "DEX"
@@ -54,10 +54,16 @@ class DexConfig(PeftConfig):
         if isinstance(self.layers_to_transform, int):
             self.layers_to_transform = [self.layers_to_transform]
         self.target_modules = set(TARGETS if self.train_kvo else TARGETS[-1:])
-        plan = HeadPlan.load(Path(self.heads)) if _is_path(self.heads) else self.heads
-        self._plan = plan if isinstance(plan, HeadPlan) else None  # not a field: not saved
-        self.heads = plan.heads if isinstance(plan, HeadPlan) else plan
+        self._plan: HeadPlan | None = None  # not a field: not saved, and checked only where it is first used
+        if isinstance(self.heads, Path) or (isinstance(self.heads, str) and self.heads != "all"):
+            self.heads = HeadPlan.load(Path(self.heads))
+        if isinstance(self.heads, HeadPlan):
+            self.use_plan(self.heads)
         self._check()
+
+    def use_plan(self, plan: HeadPlan) -> None:
+        """Take the heads of a plan; attaching to another model than the plan's is then refused."""
+        self._plan, self.heads = plan, plan.heads
 
     def _check(self) -> None:
         if self.schedule not in ("paper", "land", "fixed", "off"):
@@ -99,7 +105,3 @@ class DexConfig(PeftConfig):
     def layer_schedule(self, layer_idx: int) -> Schedule:
         lam = lambda_init(layer_idx) if self.lam is None else self.lam
         return Schedule(self.schedule, lam, self.anneal_steps)
-
-
-def _is_path(heads: Any) -> bool:
-    return isinstance(heads, Path) or (isinstance(heads, str) and heads != "all")

@@ -129,7 +129,7 @@ def _check_heads(heads: Any, num_layers: int, num_heads: int) -> None:
     for layer_idx, chosen in enumerate(heads):
         if len(set(chosen)) != len(chosen) or any(not 0 <= head < num_heads for head in chosen):
             raise DexError(
-                f"heads[{layer_idx}] = {chosen} is not a choice among the heads 0 to {num_heads - 1} of layer {layer_idx}."
+                f"heads lists {chosen} for layer {layer_idx}, not a choice among the heads 0 to {num_heads - 1}."
             )
 
 

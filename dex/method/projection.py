@@ -63,8 +63,8 @@ class DexLayer(nn.Module, BaseTunerLayer):
     def projection(self, adapter: str) -> tuple[Tensor, Tensor | None]:
         """The weight [out, in] and bias [out] that stand in for the base's: float32, differentiable."""
         base = self.get_base_layer()
-        weight = self.dex_weight[adapter] if adapter in self.dex_weight else base.weight.float()
-        bias = self.dex_bias[adapter] if adapter in self.dex_bias else base.bias
+        weight = self.dex_weight.get(adapter, base.weight).float()
+        bias = self.dex_bias.get(adapter, base.bias)
         return weight, bias
 
     def projection_to_merge(self, adapter: str) -> tuple[Tensor, Tensor | None]:

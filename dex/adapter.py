@@ -1,0 +1,70 @@
+"""Adapter folders: attach, save, load. The base is named in adapter_config.json by id and commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+
+from dex.card import write_adapter_card
+from dex.errors import DexError
+from dex.heads import HeadPlan
+from dex.method import DexConfig
+from dex.models import LoadedModel, load_model, save_tokenizer
+from dex.output import whole_folder
+
+
+def attach(base: LoadedModel, config: DexConfig, plan: HeadPlan | None = None) -> PeftModel:
+    """Put a Dex adapter on a base, on the heads of the plan if there is one, and record the base in it."""
+    config.base_model_name_or_path = base.source.id
+    config.revision = base.source.commit
+    if plan is not None:
+        config.use_plan(plan)
+    return get_peft_model(base.model, config)
+
+
+def save_adapter(
+    model: PeftModel, base: LoadedModel, folder: Path, plan: HeadPlan | None = None, *, force: bool = False
+) -> None:
+    """Write an adapter folder: adapter, tokenizer with chat template, head plan, card. Whole or not at all."""
+    with whole_folder(folder, force) as partial:
+        # PEFT's "auto" would ask the Hub whether the vocabulary was resized.
+        model.save_pretrained(partial, save_embedding_layers=False)
+        save_tokenizer(base.tokenizer, partial)
+        if plan is not None:
+            plan.save(partial / "heads.json", force=True)
+        write_adapter_card(partial, base.source, model.peft_config["default"].schedule)
+
+
+def is_adapter(model: str) -> bool:
+    return (Path(model) / "adapter_config.json").is_file()
+
+
+def read_adapter_config(adapter: str) -> DexConfig:
+    """The configuration of a Dex adapter, a folder or a Hub id. Raises DexError for anything else."""
+    try:
+        config = PeftConfig.from_pretrained(adapter)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise DexError(f"{adapter} is not an adapter: no readable adapter_config.json is there.") from error
+    if not isinstance(config, DexConfig):
+        raise DexError(f"{adapter} is an adapter of the method {config.peft_type}, not DEX; dex leaves it to PEFT.")
+    if not config.base_model_name_or_path:
+        raise DexError(f"{adapter} does not say which base it belongs to (base_model_name_or_path is empty).")
+    return config
+
+
+def load_adapter(adapter: str, dtype: str = "auto") -> tuple[PeftModel, LoadedModel]:
+    """The base that an adapter names, with the adapter on it, in eval mode; and that base."""
+    config = read_adapter_config(adapter)
+    base = load_model(config.base_model_name_or_path, config.revision, dtype)
+    return load_onto(base, adapter), base
+
+
+def load_onto(base: LoadedModel, adapter: str) -> PeftModel:
+    """Put a saved adapter on a base. Raises DexError if its file is damaged or does not fit the base."""
+    try:
+        return PeftModel.from_pretrained(base.model, adapter).eval()
+    except (SafetensorError, RuntimeError, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DexError(f"The adapter {adapter} cannot be put on {base.source.id}: {reason}") from error

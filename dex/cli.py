@@ -1,0 +1,240 @@
+"""The command line. Each command is a thin layer over a function of the same name in another file.
+
+Results go to stdout (with --json as one JSON object), messages and progress to stderr. Exit 0; 1 with one sentence
+that says what is wrong and what to do; 2 for a command that cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dex.errors import DexError
+
+app = typer.Typer(
+    name="dex",
+    help="Retrofit pretrained Llama and Qwen models with differential attention output (Dex), train them briefly, "
+    "and fold them back into stock checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[str, typer.Argument(help="A Hub id, a folder or a .gguf file.", metavar="MODEL")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Where the result is written.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Text = Annotated[str, typer.Option(help="Text: a file, a folder, a Hub data set or 'pydoc'.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+
+_json_wanted = False  # so that an error, too, is one JSON object
+
+
+def show(result: dict[str, Any], text: str, as_json: bool) -> None:
+    print(json.dumps(result, ensure_ascii=False) if as_json else text)
+
+
+@app.callback()
+def start(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from dex import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+Criterion = Annotated[str, typer.Option(help="entropy, importance, random, all or none.")]
+PerLayerOption = Annotated[str, typer.Option(help="Heads of each layer: a number, or 'half'.")]
+Sequences = Annotated[int, typer.Option(help="Calibration sequences.")]
+Length = Annotated[int, typer.Option(help="Tokens of a calibration sequence.")]
+
+
+def _per_layer(value: str) -> Any:
+    if value == "half":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is neither a number nor 'half'", param_hint="--per-layer") from None
+
+
+@app.command()
+def heads(
+    model: Model,
+    output: Output,
+    criterion: Criterion = "entropy",
+    per_layer: PerLayerOption = "half",
+    data: Text = "pydoc",
+    sequences: Sequences = 64,
+    length: Length = 512,
+    seed: Seed = 0,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Score the heads of MODEL, choose some of each layer, and write the plan."""
+    k = _per_layer(per_layer)
+    from dex.convert import Choice, write_plan
+    from dex.data import Source
+
+    choice = Choice(criterion, k, Source(data), sequences, length, seed)
+    plan = write_plan(model, output, choice, revision=revision, dtype=dtype, force=force)
+    chosen = "\n".join(f"layer {i:2}  {' '.join(map(str, row)) or '-'}" for i, row in enumerate(plan.heads))
+    show({"plan": str(output), **plan.model_dump()}, f"{chosen}\n\nwritten to {output}", as_json)
+
+
+@app.command()
+def convert(
+    model: Model,
+    output: Output,
+    plan: Annotated[Path | None, typer.Option(help="A head plan; without one, heads are scored and chosen.")] = None,
+    criterion: Criterion = "entropy",
+    per_layer: PerLayerOption = "half",
+    data: Text = "pydoc",
+    sequences: Sequences = 64,
+    length: Length = 512,
+    schedule: Annotated[str, typer.Option(help="λ(t): paper, land, fixed or off.")] = "paper",
+    anneal_steps: Annotated[int | None, typer.Option(help="T_a in optimiser steps; left open if not given.")] = None,
+    lam: Annotated[float | None, typer.Option(help="The constant λ of schedule 'fixed'.")] = None,
+    w_d_init: Annotated[str, typer.Option(help="kaiming or zeros.")] = "kaiming",
+    train_kvo: Annotated[bool, typer.Option(help="Train K, V and O with the branch.")] = True,
+    layer: Annotated[list[int] | None, typer.Option(help="A layer to adapt (repeatable); all if not given.")] = None,
+    seed: Seed = 0,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Attach Dex to MODEL and write the untrained adapter folder."""
+    k = _per_layer(per_layer)
+    from dex import convert as verb
+    from dex.data import Source
+    from dex.heads import HeadPlan
+    from dex.method import DexConfig
+
+    config = DexConfig(
+        task_type="CAUSAL_LM",
+        schedule=schedule,  # type: ignore[arg-type]
+        anneal_steps=anneal_steps,
+        lam=lam,
+        w_d_init=w_d_init,  # type: ignore[arg-type]
+        train_kvo=train_kvo,
+        layers_to_transform=layer or None,
+    )
+    chosen = HeadPlan.load(plan) if plan else verb.Choice(criterion, k, Source(data), sequences, length, seed)
+    made = verb.convert(model, output, config, chosen, revision=revision, dtype=dtype, seed=seed, force=force)
+    text = f"adapter written to {output}\ntrain it with `dex train`, or load it with `import dex` and PEFT"
+    show({"adapter": str(output), "heads": made.heads, "model": made.model.model_dump()}, text, as_json)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe (YAML).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value", metavar="[KEY.PATH=VALUE]...")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Delete the run and start it again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run RECIPE; the same command goes on where a run was stopped."""
+    from dex.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    from dex import train as verb
+
+    result = verb.train(loaded, force=force)
+    show({"output": loaded.output, **result}, verb.describe(loaded, result), as_json)
+
+
+@app.command()
+def fold(
+    adapter: Annotated[str, typer.Argument(help="A trained adapter: a folder or a Hub id.")],
+    output: Output,
+    text: Annotated[str, typer.Option(help="Text of the certificate: a file, a folder or 'pydoc'.")] = "pydoc",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Fold ADAPTER into a stock checkpoint, and certify that it computes the same."""
+    from dex import fold as verb
+
+    certificate = verb.fold(adapter, output, text=text, force=force)
+    show({"folder": str(output), **certificate}, f"{verb.describe(certificate)}\nwritten to {output}", as_json)
+
+
+@app.command(name="eval")
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="Models and adapters; the first is the reference.")],
+    output: Output,
+    suite: Annotated[str, typer.Option(help="perplexity")] = "perplexity",
+    recipe: Annotated[Path | None, typer.Option(help="Take the held-out part of this recipe.")] = None,
+    data: Text = "pydoc",
+    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 256,
+    held_out: Annotated[float, typer.Option(help="Share of the documents that is held out.")] = 0.1,
+    tokens: Annotated[int | None, typer.Option(help="Evaluate on at most so many tokens.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Blocks in one forward pass.")] = 4,
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Held-out loss of each model on the same blocks, and the paired differences."""
+    if suite != "perplexity":
+        raise typer.BadParameter(f"{suite!r} is not a suite; there is: perplexity", param_hint="--suite")
+    from dex.evaluate import suite as verb
+    from dex.recipe import Data, Source, load_recipe
+
+    if recipe is not None:
+        data_block = load_recipe(recipe).data
+    else:
+        data_block = Data(train=[Source(source=data)], block=block, held_out=held_out, held_out_tokens=tokens)
+    result = verb.evaluate(models, output, data_block, batch_size=batch_size, dtype=dtype, force=force)
+    show(result, f"{verb.describe(result)}\nwritten to {output}", as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Run the whole pipeline on a tiny random model, offline, in under a minute."""
+    from dex import doctor as verb
+
+    checks = verb.examine()
+    show({"checks": checks}, verb.describe(checks), as_json)
+
+
+def main() -> None:
+    """The console script: one sentence for a DexError, no traceback."""
+    _quiet_libraries()
+    as_json = "--json" in sys.argv
+    try:
+        app()
+    except DexError as error:
+        if as_json:
+            print(json.dumps({"error": str(error)}, ensure_ascii=False))
+        print(f"dex: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("dex: interrupted; nothing that was there is lost.", file=sys.stderr)
+        sys.exit(1)
+
+
+def _quiet_libraries() -> None:
+    """What dex has to say it says itself; the libraries' warnings are for its developers."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`dex heads` and `dex convert`: score and choose heads, attach, write the adapter folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import set_seed
+
+from dex.adapter import attach, save_adapter
+from dex.console import Bar, say
+from dex.data import Source, calibration
+from dex.heads import DataIdentity, HeadPlan, PerLayer, find_criterion, make_plan
+from dex.method import DexConfig
+from dex.models import LoadedModel, fingerprint, load_model
+from dex.output import refuse_to_overwrite
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How heads are chosen: `per_layer` of each layer by a criterion, scored on `sequences` × `length` tokens."""
+
+    criterion: str = "entropy"
+    per_layer: PerLayer = "half"
+    source: Source = field(default_factory=lambda: Source("pydoc"))
+    sequences: int = 64
+    length: int = 512
+    seed: int = 0
+    held_out: float = 0.0  # share of the documents that scoring must not see
+
+
+def choose_heads(base: LoadedModel, choice: Choice) -> HeadPlan:
+    """Score the heads of a base on calibration text, and choose."""
+    identity = (base.model, base.source.id, base.source.commit, fingerprint(base.model))
+    if find_criterion(choice.criterion).score is None:
+        return make_plan(*identity, choice.criterion, choice.per_layer, seed=choice.seed)
+    ids, text = calibration(choice.source, base.tokenizer, choice.sequences, choice.length, choice.held_out)
+    name = choice.source.source
+    if len(ids) < choice.sequences:
+        say(f"{name} holds {len(ids)} windows of {choice.length} tokens, not the {choice.sequences} asked for")
+    data = DataIdentity(source=name, fingerprint=text, sequences=len(ids), length=choice.length)
+    batches = ({"input_ids": row[None]} for row in ids)
+    with Bar(f"scoring heads by {choice.criterion}", len(ids), "sequences") as bar:
+        return make_plan(*identity, choice.criterion, choice.per_layer, batches, data, choice.seed, bar.update)
+
+
+def write_plan(
+    model: str, output: Path, choice: Choice, *, revision: str | None = None, dtype: str = "auto", force: bool = False
+) -> HeadPlan:
+    """`dex heads`: the plan of a model, written to a file."""
+    refuse_to_overwrite(output, force)
+    plan = choose_heads(load_model(model, revision, dtype), choice)
+    plan.save(output, force)
+    return plan
+
+
+def convert(
+    model: str,
+    output: Path,
+    config: DexConfig,
+    heads: HeadPlan | Choice,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    seed: int = 0,
+    force: bool = False,
+) -> HeadPlan:
+    """`dex convert`: write the untrained adapter folder of a model, with its head plan.
+
+    The base is not copied: the folder holds W_D, λ and the configuration. Raises DexError for a base or a plan
+    that does not fit.
+    """
+    refuse_to_overwrite(output, force)
+    base = load_model(model, revision, dtype)
+    plan = heads if isinstance(heads, HeadPlan) else choose_heads(base, heads)
+    set_seed(seed)  # W_D does not depend on what was drawn before
+    save_adapter(attach(base, config, plan), base, output, plan, force=force)
+    return plan

@@ -1,0 +1,228 @@
+"""Where text comes from: `pydoc`, files, folders and Hub data sets, read lazily as documents."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dex.data import hub
+from dex.data.files import SUFFIXES, Fault, Row, file_rows
+from dex.errors import DexError
+
+SKIPPED_SHARE = 0.05  # more than this share of unusable rows stops the run
+CHECK_EARLY = 1000  # rows after which the share is watched, so that an endless stream of faults stops too
+PYDOC = "pydoc"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set and how to read it.
+
+    `source` is "pydoc", a .txt, .jsonl or .parquet file, a folder of those, or a Hub data set id. `column` is the
+    column that holds the text ("text" if not given). `split`, `name` (the configuration) and `revision` belong to
+    Hub data sets. `documents` says how a .txt file is cut: the whole file, blank-line-separated paragraphs, or lines.
+    """
+
+    source: str
+    weight: float = 1.0
+    column: str | None = None
+    split: str = "train"
+    name: str | None = None
+    revision: str | None = None
+    documents: Literal["file", "paragraph", "line"] = "file"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text with \\n line ends and no byte-order mark; `origin` names the file and row it comes from."""
+
+    text: str
+    origin: str
+
+
+@dataclass
+class Skipped:
+    """How many rows were read and how many of them could not be used: reason → (count, first row)."""
+
+    rows: int = 0
+    reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return sum(count for count, _ in self.reasons.values())
+
+    def add(self, fault: Fault, origin: str) -> None:
+        first = f"{origin}: {fault.reason}" + (f" ({fault.detail})" if fault.detail else "")
+        count, first = self.reasons.get(fault.reason, (0, first))
+        self.reasons[fault.reason] = (count + 1, first)
+
+    def check(self, source: str) -> None:
+        """Raise DexError, naming the first fault, if over 5 % of the rows so far could not be used."""
+        if self.count <= SKIPPED_SHARE * self.rows:
+            return
+        counts = ", ".join(f"{reason}: {count}" for reason, (count, _) in self.reasons.items())
+        first = next(iter(self.reasons.values()))[1]
+        raise DexError(
+            f"{source}: {self.count} of {self.rows} rows cannot be used ({counts}), and at most 5 % may be skipped; "
+            f"the first is {first}. Mend these rows or leave them out."
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The counter as JSON, for reports."""
+        reasons = {reason: {"rows": count, "first": first} for reason, (count, first) in self.reasons.items()}
+        return {"rows_read": self.rows, "rows_skipped": self.count, "reasons": reasons}
+
+
+def read_documents(source: Source, skipped: Skipped | None = None) -> Iterator[Document]:
+    """Yield the documents of a source one by one; rows that cannot be used are counted in `skipped`.
+
+    Raises DexError if the source cannot be read, holds nothing, or has more than 5 % unusable rows.
+    """
+    skipped = Skipped() if skipped is None else skipped
+    for row in _rows(source):
+        skipped.rows += 1
+        text = _text(row.value)
+        if isinstance(text, str):
+            yield Document(text, row.origin)
+            continue
+        skipped.add(text, row.origin)
+        if skipped.rows >= CHECK_EARLY:
+            skipped.check(source.source)
+    skipped.check(source.source)
+    if skipped.rows == 0:
+        raise DexError(f"{source.source} holds no rows.")
+
+
+def is_local(source: Source) -> bool:
+    """True for what is read without a network: pydoc, and every source that is (or looks like) a path."""
+    if source.source == PYDOC or os.path.exists(_path(source)):  # unlike Path.exists, never an exception
+        return True
+    looks_like_path = source.source.startswith(("/", ".", "~")) or source.source.count("/") > 1
+    return looks_like_path or _path(source).suffix.lower() in SUFFIXES
+
+
+def pin(source: Source) -> Source:
+    """The source with its revision resolved to a commit (Hub), or unchanged (local); bad settings are refused.
+
+    Raises DexError for a path or data set that does not exist, and for settings that the source cannot use.
+    """
+    _refuse_unused_settings(source)
+    return source if is_local(source) else hub.pin(source)
+
+
+def identity(source: Source) -> dict[str, Any]:
+    """What decides the documents of a pinned source, as JSON: its settings and a hash of its content (or commit)."""
+    settings = {"column": source.column, "weight": source.weight, "documents": source.documents}
+    if source.source == PYDOC:
+        content = hashlib.sha256(repr(sorted(_topics().items())).encode()).hexdigest()
+        return {"kind": "pydoc", "python": sys.version.split()[0], "content": content, **settings}
+    if is_local(source):
+        files = [[name, _content_hash(path)] for name, path in _files(source)]
+        return {"kind": "files", "files": files, **settings}
+    settings |= {"name": source.name, "split": source.split}
+    return {"kind": "hub", "id": source.source, "commit": source.revision, **settings}
+
+
+def _rows(source: Source) -> Iterator[Row]:
+    source = pin(source)
+    if source.source == PYDOC:
+        return (Row(f"pydoc: {topic}", text) for topic, text in sorted(_topics().items()))
+    if is_local(source):
+        return _local_rows(source)
+    return hub.rows(source)
+
+
+def _local_rows(source: Source) -> Iterator[Row]:
+    for name, path in _files(source):
+        rows = 0
+        try:
+            for row in file_rows(path, name, source.column or "text", source.documents):
+                rows += 1
+                yield row
+        except OSError as error:
+            raise DexError(f"{path} could not be read: {error.strerror or error}.") from error
+        if rows == 0:
+            yield Row(name, Fault("empty file"))
+
+
+def _files(source: Source) -> list[tuple[str, Path]]:
+    """(name for origins, path) of each file, sorted by name."""
+    path = _path(source)
+    supported = ", ".join(SUFFIXES)
+    if not os.path.exists(path):
+        raise DexError(f"{path} does not exist; give a file ({supported}), a folder of such files, or a Hub id.")
+    if path.is_dir():
+        found = [(file.relative_to(path), file) for file in path.rglob("*") if file.suffix.lower() in SUFFIXES]
+        visible = [(name.as_posix(), file) for name, file in found if file.is_file() and not _is_hidden(name)]
+        if not visible:
+            raise DexError(f"{path} is a folder without any supported file ({supported}).")
+        return sorted(visible)
+    if path.suffix.lower() not in SUFFIXES:
+        raise DexError(f"{path} has an extension that is not read; supported are {supported}.")
+    if path.stat().st_size == 0:
+        raise DexError(f"{path} is empty.")
+    return [(path.name, path)]
+
+
+def _path(source: Source) -> Path:
+    return Path(os.path.expanduser(source.source))
+
+
+def _is_hidden(name: Path) -> bool:
+    return any(part.startswith(".") for part in name.parts)
+
+
+def _topics() -> dict[str, str]:
+    from pydoc_data.topics import topics
+
+    return topics
+
+
+def _content_hash(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DexError(f"{path} could not be read: {error.strerror or error}.") from error
+
+
+def _text(value: object) -> str | Fault:
+    """A row's text with \\n line ends and no byte-order mark, or why it cannot be used."""
+    if isinstance(value, Fault):
+        return value
+    if value is None:
+        return Fault("null")
+    if not isinstance(value, str):
+        return Fault("not text", f"it holds {type(value).__name__}")
+    text = value.removeprefix("\ufeff").replace("\r\n", "\n")
+    if not text.strip():
+        return Fault("empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return Fault("lone surrogate", f"at character {error.start}")
+    return text
+
+
+def _refuse_unused_settings(source: Source) -> None:
+    """A setting that would silently do nothing is an error."""
+    if not source.source.strip():
+        raise DexError("A data source has no name; give pydoc, a path or a Hub id.")
+    if not (math.isfinite(source.weight) and source.weight > 0):
+        raise DexError(f"{source.source}: weight must be a positive number, not {source.weight}.")
+    if source.documents not in ("file", "paragraph", "line"):
+        raise DexError(f"{source.source}: documents must be file, paragraph or line, not {source.documents!r}.")
+    if not is_local(source):
+        return
+    given = [key for key in ("name", "revision") if getattr(source, key) is not None]
+    given += ["split"] if source.split != "train" else []
+    given += ["column"] if source.source == PYDOC and source.column is not None else []
+    if given:
+        what = "pydoc" if source.source == PYDOC else "a local path"
+        raise DexError(f"{source.source}: {' and '.join(given)} cannot be set for {what}; remove the setting.")

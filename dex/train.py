@@ -1,0 +1,431 @@
+"""`dex train RECIPE`: transformers' Trainer on accelerate, over packed blocks, with a budget in tokens.
+
+A run is a folder:
+
+    recipe.yaml       the recipe, every default written out
+    heads.json        the head plan
+    log.jsonl         one line per logged step
+    checkpoints/      checkpoint-N, each whole: written beside its place, then renamed
+    adapter/          the trained adapter, with the tokenizer
+    result.json       the figures of the finished run
+
+The same command goes on where the run was stopped, and does nothing where it is finished.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import statistics
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch.utils.data import SequentialSampler
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from dex import __version__
+from dex.adapter import attach, save_adapter
+from dex.console import Bar, say
+from dex.convert import Choice, choose_heads
+from dex.data import Prepared, RunOrder
+from dex.errors import DexError
+from dex.evaluate.perplexity import Blocks, held_out_losses, summarise
+from dex.evaluate.suite import interval
+from dex.heads import HeadPlan
+from dex.loss import causal_lm_loss
+from dex.method import DexConfig
+from dex.method.callback import INERT_BELOW, BranchRatios, DexCallback, lams
+from dex.models import LoadedModel, fingerprint, load_model
+from dex.output import whole_folder, write_json, write_whole
+from dex.recipe import PlannedHeads, Recipe, load_recipe
+from dex.run_data import prepare_data, sources
+
+
+def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
+    """Run a recipe, from its start or from its newest checkpoint; returns what result.json holds."""
+    run = Path(recipe.output)
+    if force:
+        _delete_run(run)
+    finished = _open_run(run, recipe)
+    if finished is not None:
+        say(f"{run} is finished already; --force starts it again")
+        return finished
+    set_seed(recipe.run.seed)
+    base = load_model(recipe.model.id, recipe.model.revision, recipe.model.dtype)
+    data = prepare_data(recipe.data, base.tokenizer, recipe.run.tokens)
+    plan = _head_plan(run, recipe, base)
+    set_seed(recipe.run.seed)  # W_D does not depend on what was drawn before
+    model = attach(base, adapter_config(recipe), plan)
+    trainer = DexTrainer(model, recipe, data, run)
+    trainer.run()
+    return _finish(run, recipe, trainer, base, plan)
+
+
+def adapter_config(recipe: Recipe) -> DexConfig:
+    """The recipe's adapter; the control `attention` is one without a branch."""
+    method = recipe.method
+    return DexConfig(
+        task_type="CAUSAL_LM",
+        schedule=method.schedule,
+        anneal_steps=recipe.anneal_steps if method.schedule in ("paper", "land") else None,
+        lam=method.lam,
+        w_d_init=method.w_d_init,
+        train_kvo=method.train_kvo,
+        layers_to_transform=method.layers,
+    )
+
+
+def describe(recipe: Recipe, result: dict[str, Any]) -> str:
+    """The lines that are printed."""
+    lines = [
+        f"{result['method']}: {result['tokens']:,} tokens, held-out loss {interval(result['held_out_loss'])}, "
+        f"perplexity {interval(result['held_out_perplexity'], 2)}"
+    ]
+    if branch := result["branch"]:
+        state = "the branch ended inert" if branch["inert"] else "the branch is live"
+        lam = branch["lam"]
+        lines.append(f"λ {min(lam):.4f} to {max(lam):.4f}, mean branch ratio {branch['mean_ratio']:.1e}: {state}")
+    lines.append(f"fold it: dex fold {recipe.output}/adapter -o FOLDER")
+    return "\n".join(lines)
+
+
+# --- the run's folder -------------------------------------------------------------------------------------
+
+
+def _open_run(run: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """The result of a finished run, or None where there is work left. Refuses the folder of another run."""
+    saved = run / "recipe.yaml"
+    if saved.exists():
+        _refuse_another_recipe(run, load_recipe(saved, []), recipe)
+        result = run / "result.json"
+        return json.loads(result.read_text()) if result.exists() else None
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise DexError(f"{run} is not empty and is not a run of dex; choose another output.")
+    write_whole(saved, recipe.to_yaml())
+    return None
+
+
+def _refuse_another_recipe(run: Path, before: Recipe, now: Recipe) -> None:
+    differing = _differing_keys(before.model_dump(), now.model_dump())
+    if differing:
+        key, was, is_now = differing[0]
+        more = f" (and {len(differing) - 1} more keys)" if len(differing) > 1 else ""
+        raise DexError(
+            f"{run} holds a run with {key}={was!r}, but this recipe has {is_now!r}{more}; "
+            "choose another output, or pass --force to start it again."
+        )
+
+
+def _differing_keys(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [
+            found
+            for key in sorted(before.keys() | now.keys())
+            for found in _differing_keys(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [] if before == now else [(path, before, now)]
+
+
+def _delete_run(run: Path) -> None:
+    if run.exists() and not (run / "recipe.yaml").exists():
+        raise DexError(f"{run} is not a run of dex (it has no recipe.yaml), so --force does not delete it.")
+    shutil.rmtree(run, ignore_errors=True)
+
+
+def _head_plan(run: Path, recipe: Recipe, base: LoadedModel) -> HeadPlan | None:
+    if recipe.method.schedule == "off":
+        return None
+    saved = run / "heads.json"
+    if saved.exists():
+        return HeadPlan.load(saved)
+    heads = recipe.method.heads
+    if isinstance(heads, PlannedHeads):
+        plan = HeadPlan.load(Path(heads.plan))
+    else:
+        source = max(sources(recipe.data), key=lambda source: source.weight)
+        plan = choose_heads(base, Choice(source=source, held_out=recipe.data.held_out, **heads.model_dump()))
+    plan.save(saved)
+    return plan
+
+
+def _finish(
+    run: Path, recipe: Recipe, trainer: DexTrainer, base: LoadedModel, plan: HeadPlan | None
+) -> dict[str, Any]:
+    """Write the adapter and then result.json, whose presence means that the run is finished."""
+    model, blocks = trainer.model, trainer.watch.blocks
+    loss, perplexity = summarise(held_out_losses(model, blocks, recipe.run.micro_batch, "held-out part"))
+    save_adapter(model, base, run / "adapter", plan, force=True)
+    result = {
+        "method": recipe.method.name,
+        "tokens": recipe.run.tokens,
+        "steps": recipe.steps,
+        "held_out_loss": loss._asdict(),
+        "held_out_perplexity": perplexity._asdict(),
+        "branch": None if recipe.method.schedule == "off" else _branch(model, blocks),
+        "tokens_per_second": trainer.watch.tokens_per_second(),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "model": {**base.source.to_dict(), "fingerprint": fingerprint(model)},
+        "data": trainer.data.report,
+        "versions": {"dex": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    write_json(run / "result.json", result)
+    return result
+
+
+def _branch(model: PeftModel, blocks: Blocks) -> dict[str, Any]:
+    """λ and ‖λ f_D(O)‖/‖O‖ per layer at the end, the ratio on the longest held-out block."""
+    ids = max((ids for _, ids in blocks), key=len)
+    model.eval()
+    with BranchRatios(model) as ratios, torch.no_grad():
+        model(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
+    mean = statistics.fmean(ratios.mean())
+    if mean < INERT_BELOW:
+        say(f"the branch ended inert: mean ‖λ f_D(O)‖/‖O‖ over the layers is {mean:.1e}, below {INERT_BELOW:g}")
+    return {"lam": lams(model), "ratio": ratios.mean(), "mean_ratio": mean, "inert": mean < INERT_BELOW}
+
+
+# --- the Trainer ------------------------------------------------------------------------------------------
+
+
+class DexTrainer(Trainer):
+    """transformers' Trainer with the run's own data order, loss, learning-rate groups and whole checkpoints."""
+
+    def __init__(self, model: PeftModel, recipe: Recipe, data: Prepared, run: Path) -> None:
+        self.recipe, self.run_folder, self.data = recipe, run, data
+        self.watch = Watch(recipe, data.held_out.blocks(recipe.data.held_out_tokens), run / "log.jsonl")
+        super().__init__(
+            model=model,
+            args=_training_arguments(recipe, run),
+            train_dataset=RunOrder(data.packed, recipe.steps, recipe.blocks_per_step, recipe.run.seed),
+            data_collator=_stack,
+            callbacks=[DexCallback(), self.watch],
+        )
+        self.remove_callback(PrinterCallback)
+        self.model_accepts_loss_kwargs = True  # `compute_loss` divides by the targets of the whole update
+
+    def run(self) -> None:
+        """Train from the newest whole checkpoint, if there is one. Ctrl-C saves a checkpoint and stops."""
+        checkpoints = self.run_folder / "checkpoints"
+        shutil.rmtree(checkpoints / ".saving", ignore_errors=True)  # what a kill left
+        newest = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+        if newest:
+            say(f"going on from {newest}")
+        try:
+            with self.watch.bar(newest):
+                self.train(resume_from_checkpoint=newest)
+        except OSError as error:
+            raise DexError(
+                f"The run stopped: {error.strerror or error} ({error.filename or self.run_folder}). Its checkpoints "
+                "are whole; make room and run the same command to go on."
+            ) from error
+        if self.watch.interrupted:
+            raise DexError(
+                f"Interrupted after step {self.state.global_step} of {self.recipe.steps}; the checkpoint is in "
+                f"{checkpoints}: run the same command to go on."
+            )
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        loss = causal_lm_loss(model, num_targets=num_items_in_batch, **inputs)
+        if not torch.isfinite(loss):
+            raise DexError(
+                f"The loss of step {self.state.global_step + 1} is {loss.item()}; the run stopped before the update. "
+                f"The last good checkpoint is in {self.run_folder / 'checkpoints'}; try a lower run.lr."
+            )
+        return loss
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.AdamW(_parameter_groups(self.model, self.recipe), fused=True)
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)  # RunOrder is the order
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.run_folder / "checkpoints" / ".saving")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # PEFT's "auto" would ask the Hub whether the vocabulary was resized.
+        self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """A checkpoint-N that is there is whole: it is renamed into place when everything is on the disk."""
+        checkpoints = self.run_folder / "checkpoints"
+        name = f"checkpoint-{self.state.global_step}"
+        try:
+            with whole_folder(checkpoints / name, force=True) as partial:
+                super()._save_checkpoint(model, trial)
+                saved = Path(self._get_output_dir(trial)) / name
+                for file in saved.iterdir():
+                    file.rename(partial / file.name)
+        except (DexError, RuntimeError, SafetensorError) as error:
+            raise DexError(
+                f"{checkpoints / name} could not be written ({error}). Earlier checkpoints are whole; "
+                "make room and run the same command to go on."
+            ) from error
+        finally:
+            shutil.rmtree(self._get_output_dir(trial), ignore_errors=True)
+        for old in _sorted_checkpoints(checkpoints)[: -self.recipe.run.keep_last]:
+            shutil.rmtree(old)
+
+
+def _sorted_checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _parameter_groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """W_D and λ have learning rates of their own; weight decay is for the copies of K, V and O alone."""
+    run, scale = recipe.run, recipe.method.lr_scale
+    kinds: dict[str, list[torch.nn.Parameter]] = {"copies": [], "w_d": [], "lam": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "w_d" if ".dex_w_d." in name else "lam" if ".dex_lam." in name else "copies"
+            kinds[kind].append(parameter)
+    rates = {"copies": run.lr, "w_d": run.lr * scale.w_d, "lam": run.lr * scale.lam}
+    return [
+        {"params": params, "lr": rates[kind], "weight_decay": run.weight_decay if kind == "copies" else 0.0}
+        for kind, params in kinds.items()
+        if params
+    ]
+
+
+def _training_arguments(recipe: Recipe, run_folder: Path) -> TrainingArguments:
+    run = recipe.run
+    return TrainingArguments(
+        output_dir=str(run_folder / "checkpoints"),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=run.micro_batch,
+        gradient_accumulation_steps=recipe.accumulation,
+        learning_rate=run.lr,
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(run.decay, run.decay),
+        warmup_steps=round(run.warmup * recipe.steps),
+        weight_decay=run.weight_decay,
+        max_grad_norm=run.clip or 0.0,
+        seed=run.seed,
+        logging_steps=recipe.log_steps,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=recipe.save_steps or recipe.steps,
+        eval_strategy="no",
+        gradient_checkpointing=run.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if run.gradient_checkpointing else None,
+        remove_unused_columns=False,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+class Watch(TrainerCallback):
+    """The run's log.jsonl, its progress bar, its held-out losses, and Ctrl-C."""
+
+    def __init__(self, recipe: Recipe, blocks: Blocks, log: Path) -> None:
+        self.recipe, self.blocks, self.log = recipe, blocks, log
+        self.interrupted = False
+        self._bar = Bar("training", recipe.run.tokens, "tokens")
+        self._training_seconds = 0.0
+        self._trained_tokens = 0
+        self._step_began = 0.0
+
+    def bar(self, checkpoint: str | None) -> Bar:
+        done = int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0
+        self._drop_log_after(done)
+        self._bar = Bar("training", self.recipe.run.tokens, "tokens", start=done * self.recipe.run.batch_tokens)
+        return self._bar
+
+    def tokens_per_second(self) -> float | None:
+        """Of the training steps alone, evaluation and saving left out; None if this process made none."""
+        return self._trained_tokens / self._training_seconds if self._training_seconds else None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        def stop_after_this_step(number: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            signal.signal(signal.SIGINT, self._previous)  # a second Ctrl-C stops at once
+            say("stopping after this step and saving a checkpoint; Ctrl-C again stops at once")
+
+        self._previous = signal.signal(signal.SIGINT, stop_after_this_step)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._step_began = time.monotonic()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        run = self.recipe.run
+        tokens = state.global_step * run.batch_tokens
+        self._training_seconds += time.monotonic() - self._step_began
+        self._trained_tokens += run.batch_tokens
+        self._bar.update(tokens, self._figures(state))
+        if run.eval_every and tokens % run.eval_every == 0 and tokens < run.tokens:
+            loss, _perplexity = summarise(held_out_losses(model, self.blocks, run.micro_batch, "held-out part"))
+            self._write({"step": state.global_step, "tokens": tokens, "held_out_loss": loss._asdict()})
+            model.train()
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs and "loss" in logs:
+            tokens = state.global_step * self.recipe.run.batch_tokens
+            figures = {name: value for name, value in logs.items() if name != "epoch"}
+            rate = self.tokens_per_second()
+            self._write({"step": state.global_step, "tokens": tokens, **figures, "tokens_per_second": rate})
+
+    def _figures(self, state: TrainerState) -> str:
+        last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
+        if last is None:
+            return ""
+        lam = [value for value in last.get("lam", []) if value]
+        spread = f", λ {min(lam):.4f} to {max(lam):.4f}" if lam else ""
+        return f"loss {last['loss']:.3f}{spread}"
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def _drop_log_after(self, step: int) -> None:
+        """A run that goes on from step N writes the steps after N again."""
+        if not self.log.exists():
+            return
+        kept = []
+        for line in self.log.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # the line that a kill cut
+                continue
+            if entry["step"] <= step:
+                kept.append(line)
+        write_whole(self.log, "".join(line + "\n" for line in kept))

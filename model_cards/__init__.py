@@ -1,0 +1,1 @@
+"""The card templates; installed as `dex.model_cards`."""

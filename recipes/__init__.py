@@ -1,0 +1,1 @@
+"""The shipped recipes; installed as `dex.recipes`."""
