@@ -174,9 +174,10 @@ def fold(
 
 @app.command(name="eval")
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="Models and adapters; the first is the reference.")],
+    models: Annotated[list[str], typer.Argument(help="Models and adapters.")],
     output: Output,
     suite: Annotated[str, typer.Option(help="perplexity")] = "perplexity",
+    against: Annotated[str | None, typer.Option(help="The model to compare with; the first if not given.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Take the held-out part of this recipe.")] = None,
     data: Text = "pydoc",
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 256,
@@ -197,7 +198,9 @@ def evaluate(
         data_block = load_recipe(recipe).data
     else:
         data_block = Data(train=[Source(source=data)], block=block, held_out=held_out, held_out_tokens=tokens)
-    result = verb.evaluate(models, output, data_block, batch_size=batch_size, dtype=dtype, force=force)
+    result = verb.evaluate(
+        models, output, data_block, against=against, batch_size=batch_size, dtype=dtype, force=force
+    )
     show(result, f"{verb.describe(result)}\nwritten to {output}", as_json)
 
 
@@ -212,7 +215,7 @@ def doctor(as_json: Json = False) -> None:
 
 def main() -> None:
     """The console script: one sentence for a DexError, no traceback."""
-    _quiet_libraries()
+    quiet_libraries()
     as_json = "--json" in sys.argv
     try:
         app()
@@ -226,7 +229,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """What dex has to say it says itself; the libraries' warnings are for its developers."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

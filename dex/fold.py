@@ -119,7 +119,7 @@ def _write_logits(model: nn.Module, input_ids: Tensor, folder: Path) -> None:
 
 def _pairs(a: Path, b: Path, blocks: int) -> Iterator[tuple[Tensor, Tensor]]:
     for index in range(blocks):
-        yield tuple(load_file(folder / f"{index}.safetensors")["logits"] for folder in (a, b))  # type: ignore[misc]
+        yield tuple(load_file(folder / f"{index}.safetensors")["logits"] for folder in (a, b))
 
 
 def _ask_witness(folder: Path, input_ids: Tensor, scratch: Path, dtype: torch.dtype) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _rounding_of(base: LoadedModel, config: DexConfig, input_ids: Tensor) -> Agr
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for row in input_ids:
             with torch.no_grad():
-                yield tuple(m.model(input_ids=row[None], use_cache=False).logits[0] for m in (exact, base))  # type: ignore[misc]
+                yield tuple(m.model(input_ids=row[None], use_cache=False).logits[0] for m in (exact, base))
 
     return agreement(pairs())
 

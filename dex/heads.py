@@ -304,8 +304,8 @@ def _one_line_per_layer(text: str) -> str:
 
 
 def _reason(error: ValidationError) -> str:
-    """The first thing that is wrong with a plan, in half a sentence."""
-    first = error.errors()[0]
+    """The first thing that is wrong with a plan, in half a sentence; a misspelt key before the one it replaces."""
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"it has an unknown key {place}{_nearest(first['loc'])}"

@@ -66,7 +66,8 @@ def causal_lm_loss(
     """The loss of `model(input_ids, labels=labels)`, without its logits.
 
     input_ids, labels: [B, T]; `inputs` (position_ids, attention_mask, …) go to the model as they are.
-    `model` may be wrapped (PEFT, DDP): its own forward is called. Raises ValueError for a head with a bias.
+    `model` may be wrapped (PEFT, DDP): its own forward is called. Raises ValueError for a
+    head that is not a plain linear one.
     """
     weight = head_weight(model)
     with capture_head_input(model) as captured:
@@ -140,11 +141,15 @@ def output_head(model: nn.Module) -> nn.Module:
 
 
 def head_weight(model: nn.Module) -> Tensor:
-    """The head's weight, [V, d]. Raises ValueError for a head with a bias (no Llama or Qwen has one)."""
+    """The head's weight, [V, d].
+
+    Raises ValueError for a head that is more than a product with that weight: a bias (no Llama or Qwen has
+    one), an adapter of its own, quantised values.
+    """
     head = output_head(model)
-    if getattr(head, "bias", None) is not None:
-        raise ValueError("A head with a bias is not supported by the chunked loss.")
-    return head.weight  # type: ignore[return-value]
+    if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
+        raise ValueError("The chunked loss needs a head that is a plain nn.Linear without bias.")
+    return head.weight
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -11,8 +11,9 @@ from dex.console import Bar
 from dex.data import Prepared, Source, prepare
 from dex.recipe import Data
 
-# A run whose budget is smaller than its data draws its blocks from all over it (the order is RunOrder's), not
-# from its start. 4M tokens are tokenised in seconds; beyond that only what the budget needs is read.
+# A run whose budget is smaller than its one source draws its blocks from all over it (the order is RunOrder's), not
+# from its start. 4M tokens are tokenised in seconds; beyond that only what the budget needs is read. A mixture
+# gets what its budget needs: it repeats short sources to keep its weights, and a pool would do so for nothing.
 POOL_TOKENS = 2**22
 
 
@@ -26,9 +27,12 @@ def sources(data: Data) -> list[Source]:
     return [Source(**source.model_dump()) for source in data.train]
 
 
-def prepare_data(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int = 0) -> Prepared:
-    """Read, split and pack what `tokens` of training need; a second call finds it in the cache."""
-    pool = max(tokens, POOL_TOKENS)
+def prepare_data(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int = 1) -> Prepared:
+    """Read, split and pack what `tokens` of training need; a second call finds it in the cache.
+
+    The held-out part of local data does not depend on `tokens`.
+    """
+    pool = max(tokens, POOL_TOKENS) if len(data.train) == 1 else tokens
     with Bar("preparing data", pool, "tokens") as bar:
         return prepare(
             sources(data),

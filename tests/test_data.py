@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -553,13 +554,18 @@ def test_the_split_is_about_its_share_and_stateless() -> None:
     assert all(is_held_out(each, 0.2) for each in text if is_held_out(each, 0.1))
 
 
-def test_held_out_does_not_depend_on_budget_or_order(tmp_path: Path) -> None:
-    text = words(200)
-    one = prepared(tmp_path / "c", Source(json_file(tmp_path, rows_of(text))), tokens=100, held_out_tokens=500)
-    two = prepared(tmp_path / "c", Source(json_file(tmp_path, rows_of(text[::-1]))), held_out_tokens=500)
-    assert one.packed.fingerprint != two.packed.fingerprint
-    assert one.held_out.fingerprint == two.held_out.fingerprint
-    assert 400 < one.held_out.tokens <= 500
+@pytest.mark.parametrize("cap", [1, 150, 700, 2500])
+def test_held_out_is_the_first_by_hash_whatever_the_budget_and_order(tmp_path: Path, cap: int) -> None:
+    text = [f"{index} " + "x" * (index * 37 % 300) for index in range(200)]
+    apart = sorted((each for each in text if is_held_out(each, 0.3)), key=lambda each: sha256(each.encode()).digest())
+    within = [n for n in range(len(apart) + 1) if sum(len(expected_ids(each)) for each in apart[:n]) <= cap]
+    kept = apart[: max(1, within[-1])]
+    for order, budget in ((text, 100), (text[::-1], 10**6), (text[70:] + text[:70], 3000)):
+        source = Source(json_file(tmp_path, rows_of(order)))
+        held_out = prepared(tmp_path / "c", source, tokens=budget, held_out=0.3, held_out_tokens=cap).held_out
+        assert [held_out.document(index).tolist() for index in range(len(held_out))] == [
+            expected_ids(each) for each in kept
+        ]
 
 
 def test_held_out_blocks_never_span_documents(tmp_path: Path) -> None:

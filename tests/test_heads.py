@@ -252,6 +252,7 @@ def test_a_plan_for_another_model_is_refused(num_layers: int, num_heads: int, fi
 
 BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"criterium": "entropy"}, r"unknown key criterium \(did you mean criterion\?\)"),
+    "misspelt key": ({"criterion": ..., "criterium": "entropy"}, r"did you mean criterion\?"),
     "unknown key within": ({"model.finger_print": "x"}, r"unknown key model.finger_print \(did you mean fingerprint"),
     "key like no other": ({"zzz": 1}, r"unknown key zzz\.$"),
     "missing key": ({"criterion": ...}, "has no key criterion"),

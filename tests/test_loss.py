@@ -208,15 +208,18 @@ def test_the_head_multiplies_nothing_and_is_itself_again_afterwards() -> None:
     assert torch.equal(model(input_ids).logits, before)
 
 
-def test_a_model_without_a_head_or_with_a_biased_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no output head"):
-        causal_lm_loss(tiny_model().model, tokens(), tokens())
-    with pytest.raises(ValueError, match="is not a language model"):
-        causal_lm_loss(nn.Linear(2, 2), tokens(), tokens())
+def test_a_model_whose_head_is_not_a_plain_product_is_refused() -> None:
     biased = tiny_model()
     biased.lm_head = nn.Linear(64, 260)
-    with pytest.raises(ValueError, match="bias"):
-        causal_lm_loss(biased, tokens(), tokens())
+    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["lm_head"]))
+    for model, reason in (
+        (tiny_model().model, "has no output head"),
+        (nn.Linear(2, 2), "is not a language model"),
+        (biased, "without bias"),
+        (adapted, "plain nn.Linear"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            causal_lm_loss(model, tokens(), tokens())
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, None])

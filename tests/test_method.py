@@ -93,7 +93,7 @@ def test_attached_forward_is_the_papers_equation_on_the_input_of_o_proj(family: 
         expected = torch.nn.functional.linear(
             new,
             layer.dex_weight["default"],
-            layer.dex_bias["default"] if "default" in layer.dex_bias else None,
+            layer.dex_bias.get("default"),
         )
         torch.testing.assert_close(layer(heads), expected)
 

@@ -137,7 +137,12 @@ def test_the_model_computes_the_same_while_observed(family: str, side: str) -> N
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("length", [300, 600])
-def test_no_attention_map_is_ever_allocated(family: str, length: int, path: str) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_attention_map_is_ever_allocated(
+    family: str, length: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not fused:
+        monkeypatch.setattr(stats, "fused_kernel_takes", lambda *_: False)
     model = tiny_model(family)
     batch = padded("left", length)
     with LargestTensor() as largest:

@@ -101,9 +101,7 @@ def tiny_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
     )
-    wrapped.chat_template = (
-        "{% for message in messages %}<|user|>{{ message['content'] }}<eos>{% endfor %}"
-    )
+    wrapped.chat_template = "{% for message in messages %}<|user|>{{ message['content'] }}<eos>{% endfor %}"
     return wrapped
 
 

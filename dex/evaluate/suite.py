@@ -18,16 +18,25 @@ from dex.run_data import prepare_data
 
 
 def evaluate(
-    models: list[str], output: Path, data: Data, *, batch_size: int = 4, dtype: str = "auto", force: bool = False
+    models: list[str],
+    output: Path,
+    data: Data,
+    *,
+    against: str | None = None,
+    batch_size: int = 4,
+    dtype: str = "auto",
+    force: bool = False,
 ) -> dict[str, Any]:
     """Held-out loss of models and adapters on the same blocks; writes `perplexity.json` into the output folder.
 
-    The first model is the reference of the differences. Raises DexError where two models do not have one tokenizer
-    and so cannot have the same blocks.
+    `against` is the model that the others are compared with, by default the first. Raises DexError where two models
+    do not cut the text into the same tokens, and so cannot have the same blocks.
     """
     refuse_to_overwrite(output, force)
     if len(set(models)) < len(models):
         raise DexError("A model is named twice; each is evaluated once.")
+    if against is not None and against not in models:
+        raise DexError(f"--against {against} is not one of the models to evaluate: {', '.join(models)}.")
     named, prepared = {}, None
     for name in models:
         model, base = load_adapter(name, dtype) if is_adapter(name) else _plain(name, dtype)
@@ -39,7 +48,7 @@ def evaluate(
         named[name] = held_out_losses(model, blocks, batch_size, name)
         del model, base
     assert prepared is not None
-    result = report(named, prepared.held_out, blocks)
+    result = report(named, prepared.held_out, blocks, against)
     with whole_folder(output, force) as partial:
         write_json(partial / "perplexity.json", result)
     return result

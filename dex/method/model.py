@@ -96,7 +96,7 @@ class DexModel(BaseTuner):
         return loaded
 
 
-def _wrap(target: nn.Module, target_name: str, parent: nn.Module) -> DexLayer:
+def _wrap(target: Any, target_name: str, parent: Any) -> DexLayer:
     if target_name != "o_proj":
         return DexLayer(target)
     return DexOutput(target, layer_idx=parent.layer_idx, head_dim=parent.head_dim)
@@ -140,7 +140,7 @@ def dex_outputs(model: nn.Module) -> list[DexOutput]:
 
 def set_anneal_steps(model: nn.Module, adapter: str, steps: int) -> None:
     """Set T_a of an attached adapter, in optimiser steps, where the configuration left it open."""
-    config = model.peft_config[adapter]
+    config: DexConfig = model.peft_config[adapter]  # type: ignore[index, assignment]
     config.anneal_steps = steps
     config._check()
     for layer in dex_outputs(model):

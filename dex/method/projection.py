@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -29,6 +29,10 @@ class DexLayer(nn.Module, BaseTunerLayer):
     adapter_layer_names: tuple[str, ...] = ("dex_weight", "dex_bias")
     other_param_names: tuple[str, ...] = ("dex_step",)
 
+    base_layer: nn.Linear
+    if TYPE_CHECKING:  # properties of BaseTunerLayer
+        active_adapters: list[str]
+
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
         self.base_layer = base_layer
@@ -47,14 +51,14 @@ class DexLayer(nn.Module, BaseTunerLayer):
 
     def add_copy(self, adapter: str) -> None:
         """Give `adapter` a trainable float32 copy of the projection's weight and bias."""
-        base = self.get_base_layer()
+        base = self.base_layer
         self.dex_weight[adapter] = nn.Parameter(base.weight.detach().to(torch.float32, copy=True))
         if base.bias is not None:
             self.dex_bias[adapter] = nn.Parameter(base.bias.detach().to(torch.float32, copy=True))
 
     def count_steps(self, adapter: str) -> None:
         """Start the count t of optimiser steps done; it is a buffer, so it is saved with the adapter."""
-        self.dex_step[adapter] = torch.zeros(1, dtype=torch.int64, device=self.get_base_layer().weight.device)
+        self.dex_step[adapter] = torch.zeros(1, dtype=torch.int64, device=self.base_layer.weight.device)
 
     def adapter_parameters(self, adapter: str) -> list[nn.Parameter]:
         groups = (getattr(self, name) for name in self.adapter_layer_names)
@@ -62,7 +66,7 @@ class DexLayer(nn.Module, BaseTunerLayer):
 
     def projection(self, adapter: str) -> tuple[Tensor, Tensor | None]:
         """The weight [out, in] and bias [out] that stand in for the base's: float32, differentiable."""
-        base = self.get_base_layer()
+        base = self.base_layer
         weight = self.dex_weight.get(adapter, base.weight).float()
         bias = self.dex_bias.get(adapter, base.bias)
         return weight, bias
@@ -102,7 +106,7 @@ class DexLayer(nn.Module, BaseTunerLayer):
         adapter = self._the_only([*self.merged_adapters, *names])
         if adapter is None or not names:
             return
-        base = self.get_base_layer()
+        base = self.base_layer
         with torch.no_grad():
             weight, bias = self.projection_to_merge(adapter)
         if safe_merge and not torch.isfinite(weight).all():
@@ -117,7 +121,7 @@ class DexLayer(nn.Module, BaseTunerLayer):
         """Put the base's own projection back, bit for bit: `merge` kept it."""
         if self._unmerged is None:
             return
-        base = self.get_base_layer()
+        base = self.base_layer
         weight, bias = self._unmerged
         base.weight.data = weight.to(base.weight.device)
         if bias is not None:
@@ -127,7 +131,7 @@ class DexLayer(nn.Module, BaseTunerLayer):
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         # PEFT's own also casts to the base's dtype, which would round the float32 copies of a bfloat16 base.
-        device = device or self.get_base_layer().weight.device
+        device = device or self.base_layer.weight.device
         for name in (*self.adapter_layer_names, *self.other_param_names):
             group = getattr(self, name)
             if adapter_name in group and group[adapter_name].device.type != "meta":
@@ -152,7 +156,7 @@ class DexOutput(DexLayer):
 
     def add_branch(self, adapter: str, heads: Sequence[int], schedule: Schedule, w_d_init: WDInit) -> None:
         """Give `adapter` a branch on the heads S of this layer."""
-        device = self.get_base_layer().weight.device
+        device = self.base_layer.weight.device
         w_d = torch.zeros(self.head_dim, self.head_dim, device=device)
         if w_d_init == "kaiming":
             nn.init.kaiming_uniform_(w_d, a=math.sqrt(5))  # nn.Linear's default; the paper does not give its own

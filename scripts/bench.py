@@ -1,0 +1,329 @@
+"""The benchmark: one JSON line per figure, {"figure", "value", "target", "met"}.
+
+    python scripts/bench.py [--only PREFIX] [--repeats 5]
+
+Ratios are medians of runs that alternate in one process, so that a machine whose speed drifts, drifts for both.
+Models have SmolLM2-135M's shape and random weights: time and memory do not depend on the values. Peak memory is of
+whole processes, each with one model. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dex.cli import quiet_libraries
+from dex.loss import causal_lm_loss, chunked_cross_entropy
+from dex.method import DexConfig
+from dex.stats import attention_entropy, entropy
+
+VOCAB, WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 49_152, 576, 1_536, 30, 9, 3, 64
+Step = Callable[[], Any]
+
+
+def smollm2() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=8_192,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def half_of_the_heads(**options: Any) -> DexConfig:
+    return DexConfig(heads=[list(range(HEADS // 2))] * LAYERS, anneal_steps=1_000_000, **options)
+
+
+def model_for(method: str) -> nn.Module:
+    """A model that trains by the method's rule: dex, kvo, full or lora."""
+    model = smollm2()
+    if method == "full":
+        return model.train()
+    if method == "lora":
+        config: Any = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    else:
+        config = half_of_the_heads(schedule="off" if method == "kvo" else "paper")
+    return get_peft_model(model, config).train()
+
+
+def training_step(model: nn.Module, batch: int, length: int = 256) -> Step:
+    """Forward, backward and fused AdamW on random tokens, [batch, length]."""
+    ids = torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+
+    def step() -> None:
+        causal_lm_loss(model, ids, ids).backward()
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def bare_products(batch: int, length: int = 256) -> Step:
+    """The matrix products that a step of K, V, O training cannot do without, and nothing else.
+
+    Forward of every projection and of the head; input gradients of all but the first layer's q, k and v (nothing
+    before them trains); weight gradients of K, V and O; attention's products over the causal half.
+    """
+    tokens = batch * length
+    sizes = {
+        "q": (WIDTH, WIDTH),
+        "k": (KV_HEADS * HEAD_DIM, WIDTH),
+        "v": (KV_HEADS * HEAD_DIM, WIDTH),
+        "o": (WIDTH, WIDTH),
+        "gate": (INNER, WIDTH),
+        "up": (INNER, WIDTH),
+        "down": (WIDTH, INNER),
+    }
+    weights = {name: torch.randn(shape) for name, shape in sizes.items()}
+    inputs = {width: torch.randn(tokens, width) for width in {w for shape in sizes.values() for w in shape}}
+    head = torch.randn(VOCAB, WIDTH)
+    chunk = torch.randn(2**24 // VOCAB, VOCAB)
+    q = torch.randn(batch * HEADS, length, HEAD_DIM)
+    half = torch.randn(batch * HEADS, length // 2, HEAD_DIM)
+    p = torch.randn(batch * HEADS, length, length // 2)
+
+    def products() -> None:
+        for layer in range(LAYERS):
+            for name, weight in weights.items():
+                x, y = inputs[weight.shape[1]], inputs[weight.shape[0]]
+                torch.mm(x, weight.t())
+                if layer > 0 or name not in "qkv":
+                    torch.mm(y, weight)
+                if name in "kvo":
+                    torch.mm(y.t(), x)
+            for _ in range(3):  # QKᵀ, then dP and (as their transposes) dV and dK, and so PV, dQ
+                torch.bmm(q, half.transpose(1, 2))
+                torch.bmm(p, half)
+        for rows in inputs[WIDTH].split(len(chunk)):
+            torch.mm(rows, head.t())
+            torch.mm(chunk[: len(rows)], head)
+
+    return products
+
+
+def alternate(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each step, run in turn `repeats` times after one turn that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def ratio(a: list[float], b: list[float]) -> float:
+    """The median of the pairwise ratios."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def figure(name: str, value: float, target: str, met: bool) -> dict[str, Any]:
+    return {"figure": name, "value": round(value, 4), "target": target, "met": met}
+
+
+# --- the figures ------------------------------------------------------------------------------------------
+
+
+def forward(repeats: int) -> Iterator[dict[str, Any]]:
+    ids = torch.randint(0, VOCAB, (2, 512), generator=torch.Generator().manual_seed(1))
+    models = {
+        "base": smollm2(),
+        "attached": get_peft_model(smollm2(), half_of_the_heads()).eval(),
+        "folded": get_peft_model(smollm2(), half_of_the_heads()).merge_and_unload().eval(),
+    }
+
+    def run(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+
+    seconds = alternate({name: partial(run, model) for name, model in models.items()}, 2 * repeats)
+    attached, folded = (ratio(seconds[name], seconds["base"]) for name in ("attached", "folded"))
+    yield figure("forward, attached / base (2×512)", attached, "≤ 1.03", attached <= 1.03)
+    yield figure("forward, folded / base (2×512)", folded, "1.00 ± 0.01", abs(folded - 1) <= 0.01)
+
+
+def step_time(repeats: int) -> Iterator[dict[str, Any]]:
+    models = {method: model_for(method) for method in ("dex", "kvo", "full", "lora")}
+    steps = {method: training_step(model, 8) for method, model in models.items()}
+    steps["products"] = bare_products(8)
+    seconds = alternate(steps, repeats)
+    targets = {"kvo": 1.02, "full": 0.62, "lora": 0.95, "products": 1.25}
+    for other, target in targets.items():
+        value = ratio(seconds["dex"], seconds[other])
+        yield figure(f"step, dex / {other} (8×256)", value, f"≤ {target}", value <= target)
+
+
+def step_difference(repeats: int) -> Iterator[dict[str, Any]]:
+    """Seconds that a step of Dex takes longer than one of K, V, O alone: the same for any number of tokens."""
+    models = {method: model_for(method) for method in ("dex", "kvo")}
+    extra = {}
+    for batch in (2, 4, 8):
+        seconds = alternate({m: training_step(model, batch) for m, model in models.items()}, 2 * repeats)
+        differences = [a - b for a, b in zip(seconds["dex"], seconds["kvo"], strict=True)]
+        extra[batch] = statistics.median(differences)
+        noise = statistics.pstdev(differences) / len(differences) ** 0.5
+        # Growing with tokens would make the difference at 4× the tokens 4× that at 2×256.
+        met = batch == 2 or extra[batch] <= extra[2] * (1 + batch / 2) / 2 + 2 * noise
+        yield figure(f"step, dex − kvo, seconds ({batch}×256)", extra[batch], "does not grow with tokens", met)
+
+
+def memory(repeats: int) -> Iterator[dict[str, Any]]:
+    peak = {method: _in_child("peak-memory", method) for method in ("dex", "full", "lora")}
+    for other, target in {"full": 0.62, "lora": 0.95}.items():
+        value = peak["dex"] / peak[other]
+        yield figure(f"memory, peak of a step, dex / {other} (8×256)", value, f"≤ {target}", value <= target)
+
+
+def scoring(repeats: int) -> Iterator[dict[str, Any]]:
+    model = smollm2()
+    ids = torch.randint(0, VOCAB, (1, 2_048), generator=torch.Generator().manual_seed(1))
+
+    def plain() -> None:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+
+    seconds = alternate({"score": lambda: attention_entropy(model, [{"input_ids": ids}]), "plain": plain}, repeats)
+    value = ratio(seconds["score"], seconds["plain"])
+    yield figure("scoring, entropy / plain forward (T=2048)", value, "≤ 1.6", value <= 1.6)
+    extra = {length: _in_child("scoring-memory", str(length)) for length in (2_048, 4_096)}
+    maps = _in_child("map-memory", "4096")
+    value = extra[4_096] / maps
+    yield figure("scoring, extra memory / output_attentions (T=4096)", value, "≤ 1/8", value <= 1 / 8)
+    growth = extra[4_096] / extra[2_048]
+    yield figure("scoring, extra memory at T=4096 / at T=2048", growth, "linear: ≤ 2.2", growth <= 2.2)
+
+
+def logits(repeats: int) -> Iterator[dict[str, Any]]:
+    hidden = torch.randn(1, 4_096, 64, requires_grad=True)
+    weight = torch.randn(128_000, 64)
+    labels = torch.randint(0, 128_000, (1, 4_096))
+    largest = _LargestTensor()
+    with largest:
+        chunked_cross_entropy(hidden, weight, labels).backward()
+    share = largest.numel / (4_096 * 128_000)
+    yield figure("logits, largest tensor / all logits (128k × 4k)", share, "bounded: ≤ 1/16", share <= 1 / 16)
+    own = hidden.grad
+    assert own is not None
+    hidden.grad = None
+    F.cross_entropy((hidden @ weight.T)[0, :-1], labels[0, 1:]).backward()
+    assert hidden.grad is not None
+    error = ((own - hidden.grad).norm() / hidden.grad.norm()).item()
+    yield figure("logits, relative error of the gradient", error, "≤ 1e-5", error <= 1e-5)
+
+
+class _LargestTensor(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            # The head's own weight, and views of it, were there before.
+            if isinstance(value, Tensor) and value.shape[-1:] != (64,) and value.shape[:1] != (64,):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+FIGURES = {
+    "forward": forward,
+    "step, dex /": step_time,
+    "step, dex −": step_difference,
+    "memory": memory,
+    "scoring": scoring,
+    "logits": logits,
+}
+
+
+# --- memory of a whole process ----------------------------------------------------------------------------
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _in_child(what: str, argument: str) -> float:
+    command = [sys.executable, __file__, "--child", what, argument]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def peak_memory(method: str) -> float:
+    """Peak bytes of a process that makes two training steps of a method."""
+    step = training_step(model_for(method), 8)
+    step()
+    step()
+    return _peak()
+
+
+def scoring_memory(length: str) -> float:
+    """Bytes by which scoring one layer's shape raises the peak of a process."""
+    query, key = _one_layer(int(length))
+    entropy(query[..., :64, :], key[..., :64, :], None, HEAD_DIM**-0.5)  # what the first call allocates for good
+    before = _peak()
+    entropy(query, key, None, HEAD_DIM**-0.5)
+    return max(_peak() - before, 1)
+
+
+def map_memory(length: str) -> float:
+    """The same for the map of one layer and its entropy, as output_attentions gives it."""
+    query, key = _one_layer(int(length))
+    key = key.repeat_interleave(HEADS // KV_HEADS, 1)
+    (query[..., :64, :] @ key[..., :64, :].transpose(-1, -2)).softmax(-1)
+    before = _peak()
+    mask = torch.ones(int(length), int(length), dtype=torch.bool).triu(1)
+    scores = (query @ key.transpose(-1, -2) * HEAD_DIM**-0.5).masked_fill_(mask, -torch.inf)
+    p = scores.softmax(-1)
+    -(p * p.clamp(min=1e-30).log()).sum(-1)
+    return _peak() - before
+
+
+def _one_layer(length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(1, HEADS, length, HEAD_DIM), torch.randn(1, KV_HEADS, length, HEAD_DIM)
+
+
+CHILDREN = {"peak-memory": peak_memory, "scoring-memory": scoring_memory, "map-memory": map_memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="PREFIX", help="only the figures whose name starts with it")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    quiet_libraries()
+    if options.child:
+        print(CHILDREN[options.child[0]](options.child[1]))
+        return
+    for name, measure in FIGURES.items():
+        if name.startswith(options.only) or options.only.startswith(name):
+            for line in measure(options.repeats):
+                if line["figure"].startswith(options.only):
+                    print(json.dumps(line, ensure_ascii=False), flush=True)
+
+
+if __name__ == "__main__":
+    main()

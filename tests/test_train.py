@@ -1,0 +1,268 @@
+"""`dex train`: a run is exact, resumes exactly, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import write_tiny
+
+from dex.errors import DexError
+from dex.models import load_model
+from dex.recipe import Recipe, parse_recipe
+from dex.train import train
+
+TEXT = "The {} item of the list is long enough to be cut into blocks, and it has number {}. "
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEX_CACHE", str(tmp_path / "cache"))
+
+
+def write_data(folder: Path, documents: int = 60) -> Path:
+    file = folder / "data.jsonl"
+    rows = (
+        {"text": TEXT.format(word, n) * (1 + n % 4)} for n, word in enumerate(["first", "next"] * (documents // 2))
+    )
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def recipe(folder: Path, name: str = "run", family: str = "llama", **changes: Any) -> Recipe:
+    base = folder / family
+    if not base.exists():
+        write_tiny(base, family)
+        write_data(folder)
+    text = f"""
+model: {{id: {base}}}
+method: {{heads: {{sequences: 2, length: 48}}}}
+data: {{train: [{{source: {folder / "data.jsonl"}}}], block: 32, held_out: 0.2}}
+run: {{tokens: 1_024, batch_tokens: 128, micro_batch: 2, lr: 1.0e-3, save_every: 256, keep_last: 9}}
+output: {folder / name}
+"""
+    return parse_recipe(text, "test.yaml", [f"{key}={value}" for key, value in changes.items()])
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_its_recipe_plan_log_adapter_and_result(tmp_path: Path) -> None:
+    result = train(recipe(tmp_path))
+    run = tmp_path / "run"
+    names = {path.name for path in run.iterdir()}
+    assert names == {"recipe.yaml", "heads.json", "log.jsonl", "checkpoints", "adapter", "result.json"}
+    assert json.loads((run / "result.json").read_text()) == result
+    assert result["steps"] == 8
+    assert [entry["step"] for entry in log(run)] == list(range(1, 9))
+    assert [entry["tokens"] for entry in log(run)] == [128 * step for step in range(1, 9)]
+    assert len(log(run)[0]["lam"]) == 3
+    assert result["branch"]["inert"] == (result["branch"]["mean_ratio"] < 1e-3)
+    saved = adapter(run)
+    assert {tensor.item() for name, tensor in saved.items() if name.endswith("dex_step")} == {8}
+    assert (run / "adapter" / "chat_template.jinja").exists()
+
+
+def test_frozen_tensors_are_bit_identical_and_the_trained_set_is_the_declared_one(tmp_path: Path) -> None:
+    from dex.adapter import load_adapter
+
+    train(recipe(tmp_path, family="qwen2"))
+    before = load_model(str(tmp_path / "qwen2")).model.state_dict()
+    attached = load_adapter(str(tmp_path / "run" / "adapter"))[0]
+    for name, tensor in attached.get_base_model().state_dict().items():
+        if ".dex_" not in name:
+            assert torch.equal(tensor, before[name.replace(".base_layer", "")]), name
+    kinds = {".".join(name.split(".")[-2:]) for name in adapter(tmp_path / "run")}
+    copies = {f"{p}.dex_{part}" for p in ("k_proj", "v_proj") for part in ("weight", "bias", "step")}
+    assert kinds == copies | {f"o_proj.dex_{part}" for part in ("weight", "step", "w_d", "lam")}
+
+
+def test_the_control_trains_k_v_o_and_has_no_branch(tmp_path: Path) -> None:
+    text = recipe(tmp_path).to_yaml()
+    head, tail = text.split("method:")
+    control = parse_recipe(head + "method: {name: attention}\ndata:" + tail.split("data:")[1], "control.yaml")
+    result = train(control)
+    assert result["branch"] is None
+    assert not any("w_d" in name or "lam" in name for name in adapter(tmp_path / "run"))
+    assert not (tmp_path / "run" / "heads.json").exists()
+
+
+def test_n_plus_n_steps_with_a_resume_equal_2n_steps_bit_for_bit(tmp_path: Path) -> None:
+    whole, parts = recipe(tmp_path, "whole"), recipe(tmp_path, "parts")
+    train(whole)
+    train(parts)
+    keep_only_checkpoint(tmp_path / "parts", 4)
+    train(parts)
+    expected, resumed = adapter(tmp_path / "whole"), adapter(tmp_path / "parts")
+    assert expected.keys() == resumed.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(resumed[name], tensor), name
+    for ours, theirs in zip(log(tmp_path / "parts"), log(tmp_path / "whole"), strict=True):
+        for key in ("step", "tokens", "loss", "learning_rate", "lam"):
+            assert ours[key] == theirs[key]
+    optimisers = [
+        torch.load(tmp_path / run / "checkpoints" / "checkpoint-8" / "optimizer.pt") for run in ("whole", "parts")
+    ]
+    for a, b in zip(optimisers[0]["state"].values(), optimisers[1]["state"].values(), strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def keep_only_checkpoint(run: Path, step: int) -> None:
+    """Put the run back to the moment after it saved a checkpoint."""
+    import shutil
+
+    for checkpoint in (run / "checkpoints").iterdir():
+        if checkpoint.name != f"checkpoint-{step}":
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(run / "adapter")
+    (run / "result.json").unlink()
+
+
+@pytest.mark.parametrize("gradient_checkpointing", ["true", "false"])
+def test_accumulation_gives_the_update_of_one_large_batch(tmp_path: Path, gradient_checkpointing: str) -> None:
+    changes = {"run.tokens": 256, "run.save_every": 256, "run.gradient_checkpointing": gradient_checkpointing}
+    for micro_batch in (1, 4):
+        train(recipe(tmp_path, f"run{micro_batch}", **changes, **{"run.micro_batch": micro_batch}))
+    one, four = adapter(tmp_path / "run1"), adapter(tmp_path / "run4")
+    for name, tensor in one.items():
+        torch.testing.assert_close(four[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    first = train(recipe(tmp_path))
+    written = (tmp_path / "run" / "result.json").stat().st_mtime_ns
+    assert train(recipe(tmp_path)) == first
+    assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == written
+
+
+def test_another_recipe_in_the_same_folder_is_refused_naming_the_key(tmp_path: Path) -> None:
+    train(recipe(tmp_path))
+    with pytest.raises(DexError, match=r"run\.lr=0\.001, but this recipe has 0\.002"):
+        train(recipe(tmp_path, **{"run.lr": 0.002}))
+    train(recipe(tmp_path, **{"run.lr": 0.002}), force=True)
+
+
+def test_a_folder_that_is_no_run_is_neither_used_nor_deleted(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(DexError, match="not a run"):
+            train(recipe(tmp_path), force=force)
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
+    train(recipe(tmp_path))
+    other = write_tiny(tmp_path / "other", "llama", seed=9)
+    plan = {"model.id": other, "method.heads": "{plan: " + str(tmp_path / "run" / "heads.json") + "}"}
+    with pytest.raises(DexError, match="fingerprint"):
+        train(recipe(tmp_path, "run2", **plan))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dex import train as module
+
+    calls = []
+
+    def breaks_at_the_fifth(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        loss = original(*args, **kwargs)
+        return loss * float("nan") if len(calls) == 9 else loss
+
+    original = module.causal_lm_loss
+    monkeypatch.setattr(module, "causal_lm_loss", breaks_at_the_fifth)
+    with pytest.raises(DexError, match="loss of step 5 is nan"):
+        train(recipe(tmp_path))
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-4").exists()
+
+
+def test_learning_rates_of_w_d_and_lambda_are_scaled(tmp_path: Path) -> None:
+    scale = {"method.lr_scale.w_d": 10, "method.lr_scale.lam": 3, "run.tokens": 256, "run.save_every": 256}
+    train(recipe(tmp_path, **scale))
+    state = torch.load(tmp_path / "run" / "checkpoints" / "checkpoint-2" / "optimizer.pt")
+    assert [group["initial_lr"] for group in state["param_groups"]] == pytest.approx([1e-3, 1e-2, 3e-3])
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "dex.cli", "train", str(folder / "recipe.yaml"), *arguments]
+
+
+def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
+    (folder / "recipe.yaml").write_text(recipe(folder, **changes).to_yaml())
+    return subprocess.Popen(command(folder), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 90) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+LONG = {"run.tokens": 51_200, "run.save_every": 128}
+
+
+@pytest.mark.parametrize("moment", ["training", "saving"])
+def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path, moment: str) -> None:
+    process = start(tmp_path, **LONG)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: (checkpoints / "checkpoint-3").exists(), process)
+    if moment == "saving":
+        wait_for(lambda: any(checkpoints.glob(".saving/*/*")), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    for checkpoint in checkpoints.glob("checkpoint-*"):
+        assert load_file(checkpoint / "adapter_model.safetensors")
+        assert (checkpoint / "trainer_state.json").exists()
+    newest = max(int(path.name.split("-")[1]) for path in checkpoints.glob("checkpoint-*"))
+    process = start(tmp_path, **LONG)
+    wait_for(lambda: (checkpoints / f"checkpoint-{newest + 2}").exists(), process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert f"going on from {checkpoints}/checkpoint-{newest}" in said
+    assert process.returncode == 1
+    assert "run the same command to go on" in said
+    assert "Traceback" not in said
+    steps = [entry["step"] for entry in log(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = start(tmp_path, **{**LONG, "run.save_every": 51_200})
+    wait_for(lambda: (tmp_path / "run" / "log.jsonl").exists(), process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Interrupted after step" in said
+    assert "Traceback" not in said
+    assert len(list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))) == 1
+
+
+def test_a_full_disk_is_one_sentence_and_earlier_checkpoints_stay(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe(tmp_path, **{"run.save_every": 256}).to_yaml())
+    # A limit on the size of a file, too small for a checkpoint's optimiser, stands for a full disk.
+    limited = f"ulimit -f 200; exec {' '.join(command(tmp_path))}"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "make room and run the same command to go on" in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
+    again = subprocess.run(command(tmp_path), capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
