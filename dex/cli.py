@@ -174,7 +174,7 @@ def fold(
 
 @app.command(name="eval")
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="Models and adapters.")],
+    models: Annotated[list[str], typer.Argument(help="Models and adapters.", metavar="MODEL...")],
     output: Output,
     suite: Annotated[str, typer.Option(help="perplexity")] = "perplexity",
     against: Annotated[str | None, typer.Option(help="The model to compare with; the first if not given.")] = None,
@@ -192,15 +192,13 @@ def evaluate(
     if suite != "perplexity":
         raise typer.BadParameter(f"{suite!r} is not a suite; there is: perplexity", param_hint="--suite")
     from dex.evaluate import suite as verb
-    from dex.recipe import Data, Source, load_recipe
+    from dex.recipe import data_block, load_recipe
 
     if recipe is not None:
-        data_block = load_recipe(recipe).data
+        source = load_recipe(recipe).data
     else:
-        data_block = Data(train=[Source(source=data)], block=block, held_out=held_out, held_out_tokens=tokens)
-    result = verb.evaluate(
-        models, output, data_block, against=against, batch_size=batch_size, dtype=dtype, force=force
-    )
+        source = data_block(train=[{"source": data}], block=block, held_out=held_out, held_out_tokens=tokens)
+    result = verb.evaluate(models, output, source, against=against, batch_size=batch_size, dtype=dtype, force=force)
     show(result, f"{verb.describe(result)}\nwritten to {output}", as_json)
 
 

@@ -428,6 +428,12 @@ def _method_problems(recipe: Recipe) -> Iterator[_Problem]:
             ("method", "lam"),
             f"method.lam is only for method.schedule fixed, and the schedule is {method.schedule}; remove it",
         )
+    if method.schedule == "fixed" and method.lr_scale.lam != 1:
+        yield _Problem(
+            ("method", "lr_scale", "lam"),
+            f"method.lr_scale.lam {method.lr_scale.lam:g} has no effect with method.schedule fixed, whose λ is not "
+            "trained; remove it",
+        )
     yield from _branch_problems(recipe)
 
 
@@ -489,6 +495,14 @@ def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(document.values)
     except ValidationError as error:
         raise DexError(document.explain(error)) from None
+
+
+def data_block(**settings: Any) -> Data:
+    """A `data` block from settings of the command line. Raises DexError as for a recipe."""
+    try:
+        return Data(**settings)
+    except ValidationError as error:
+        raise DexError(f"{next(_problems(error)).sentence}.") from None
 
 
 def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
