@@ -174,7 +174,7 @@ def fold(
 
 @app.command(name="eval")
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="Models and adapters.", metavar="MODEL...")],
+    models: Annotated[list[str], typer.Argument(help="Models and adapters.", metavar="MODEL")],
     output: Output,
     suite: Annotated[str, typer.Option(help="perplexity")] = "perplexity",
     against: Annotated[str | None, typer.Option(help="The model to compare with; the first if not given.")] = None,
@@ -216,7 +216,7 @@ def main() -> None:
     quiet_libraries()
     as_json = "--json" in sys.argv
     try:
-        app()
+        app(prog_name="dex")
     except DexError as error:
         if as_json:
             print(json.dumps({"error": str(error)}, ensure_ascii=False))

@@ -124,7 +124,7 @@ MISTAKES = [
     (("train", "{bad}"), 1, "did you mean"),
     (("fold", "{base}", "-o", "{tmp}/f"), 1, "not an adapter"),
     (("eval", "{base}", "-o", "{tmp}/e", "--suite", "lm"), 2, "lm"),
-    (("eval", "-o", "{tmp}/e"), 2, "MODELS"),
+    (("eval", "-o", "{tmp}/e"), 2, "MODEL"),
     (("eval", "{base}", "-o", "{tmp}/e", "--held-out", "2"), 1, "held_out"),
     (("bogus",), 2, "bogus"),
 ]
