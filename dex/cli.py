@@ -57,6 +57,7 @@ Criterion = Annotated[str, typer.Option(help="entropy, importance, random, all o
 PerLayerOption = Annotated[str, typer.Option(help="Heads of each layer: a number, or 'half'.")]
 Sequences = Annotated[int, typer.Option(help="Calibration sequences.")]
 Length = Annotated[int, typer.Option(help="Tokens of a calibration sequence.")]
+HeldOut = Annotated[float, typer.Option(help="Share of the documents that is held out, and so not read here.")]
 
 
 def _per_layer(value: str) -> Any:
@@ -77,6 +78,7 @@ def heads(
     data: Text = "pydoc",
     sequences: Sequences = 64,
     length: Length = 512,
+    held_out: HeldOut = 0.0,
     seed: Seed = 0,
     revision: Revision = None,
     dtype: Dtype = "auto",
@@ -88,7 +90,7 @@ def heads(
     from dex.convert import Choice, write_plan
     from dex.data import Source
 
-    choice = Choice(criterion, k, Source(data), sequences, length, seed)
+    choice = Choice(criterion, k, Source(data), sequences, length, seed, held_out)
     plan = write_plan(model, output, choice, revision=revision, dtype=dtype, force=force)
     chosen = "\n".join(f"layer {i:2}  {' '.join(map(str, row)) or '-'}" for i, row in enumerate(plan.heads))
     show({"plan": str(output), **plan.model_dump()}, f"{chosen}\n\nwritten to {output}", as_json)
@@ -104,6 +106,7 @@ def convert(
     data: Text = "pydoc",
     sequences: Sequences = 64,
     length: Length = 512,
+    held_out: HeldOut = 0.0,
     schedule: Annotated[str, typer.Option(help="λ(t): paper, land, fixed or off.")] = "paper",
     anneal_steps: Annotated[int | None, typer.Option(help="T_a in optimiser steps; left open if not given.")] = None,
     lam: Annotated[float | None, typer.Option(help="The constant λ of schedule 'fixed'.")] = None,
@@ -132,7 +135,9 @@ def convert(
         train_kvo=train_kvo,
         layers_to_transform=layer or None,
     )
-    chosen = HeadPlan.load(plan) if plan else verb.Choice(criterion, k, Source(data), sequences, length, seed)
+    chosen = (
+        HeadPlan.load(plan) if plan else verb.Choice(criterion, k, Source(data), sequences, length, seed, held_out)
+    )
     made = verb.convert(model, output, config, chosen, revision=revision, dtype=dtype, seed=seed, force=force)
     text = f"adapter written to {output}\ntrain it with `dex train`, or load it with `import dex` and PEFT"
     show({"adapter": str(output), "heads": made.heads, "model": made.model.model_dump()}, text, as_json)

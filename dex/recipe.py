@@ -281,6 +281,7 @@ class Data(_Block):
     block: Annotated[int, _whole(above=1)] = 1024
     held_out: Annotated[float, _number(above=0, below=1)] = 0.1  # share of the documents
     held_out_tokens: Annotated[int | None, _whole(above=0, null=True)] = None  # evaluate at most so many
+    held_out_per_document: Annotated[int | None, _whole(above=1, null=True)] = None  # and at most so many of each
 
 
 class Run(_Block):

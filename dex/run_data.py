@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dex.console import Bar
@@ -21,6 +22,11 @@ def cache_dir() -> Path:
     """Where prepared data lies: $DEX_CACHE, or `dex` in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("DEX_CACHE") or Path(home) / "dex")
+
+
+def held_out_blocks(data: Data, prepared: Prepared) -> list[tuple[int, Tensor]]:
+    """The blocks that a recipe evaluates on: (document, input_ids [≤ block])."""
+    return prepared.held_out.blocks(data.held_out_tokens, data.held_out_per_document)
 
 
 def sources(data: Data) -> list[Source]:

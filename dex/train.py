@@ -7,6 +7,7 @@ A run is a folder:
     log.jsonl         one line per logged step
     checkpoints/      checkpoint-N, each whole: written beside its place, then renamed
     adapter/          the trained adapter, with the tokenizer
+    held_out.json     its loss on every held-out block, as `dex eval` writes it
     result.json       the figures of the finished run
 
 The same command goes on where the run was stopped, and does nothing where it is finished.
@@ -45,7 +46,7 @@ from dex.console import Bar, say
 from dex.convert import Choice, choose_heads
 from dex.data import Prepared, RunOrder
 from dex.errors import DexError
-from dex.evaluate.perplexity import Blocks, held_out_losses, summarise
+from dex.evaluate.perplexity import Blocks, held_out_losses, report, summarise
 from dex.evaluate.suite import interval
 from dex.heads import HeadPlan
 from dex.loss import causal_lm_loss
@@ -54,7 +55,7 @@ from dex.method.callback import INERT_BELOW, BranchRatios, DexCallback, lams
 from dex.models import LoadedModel, fingerprint, load_model
 from dex.output import whole_folder, write_json, write_whole
 from dex.recipe import PlannedHeads, Recipe, load_recipe
-from dex.run_data import prepare_data, sources
+from dex.run_data import held_out_blocks, prepare_data, sources
 
 
 def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
@@ -169,8 +170,10 @@ def _finish(
 ) -> dict[str, Any]:
     """Write the adapter and then result.json, whose presence means that the run is finished."""
     model, blocks = trainer.model, trainer.watch.blocks
-    loss, perplexity = summarise(held_out_losses(model, blocks, recipe.run.micro_batch, "held-out part"))
+    losses = held_out_losses(model, blocks, recipe.run.micro_batch, "held-out part")
+    loss, perplexity = summarise(losses)
     save_adapter(model, base, run / "adapter", plan, force=True)
+    write_json(run / "held_out.json", report({str(run / "adapter"): losses}, trainer.data.held_out, blocks))
     result = {
         "method": recipe.method.name,
         "tokens": recipe.run.tokens,
@@ -208,7 +211,7 @@ class DexTrainer(Trainer):
 
     def __init__(self, model: PeftModel, recipe: Recipe, data: Prepared, run: Path) -> None:
         self.recipe, self.run_folder, self.data = recipe, run, data
-        self.watch = Watch(recipe, data.held_out.blocks(recipe.data.held_out_tokens), run / "log.jsonl")
+        self.watch = Watch(recipe, held_out_blocks(recipe.data, data), run / "log.jsonl")
         super().__init__(
             model=model,
             args=_training_arguments(recipe, run),

@@ -65,7 +65,15 @@ def test_a_run_writes_its_recipe_plan_log_adapter_and_result(tmp_path: Path) -> 
     result = train(recipe(tmp_path))
     run = tmp_path / "run"
     names = {path.name for path in run.iterdir()}
-    assert names == {"recipe.yaml", "heads.json", "log.jsonl", "checkpoints", "adapter", "result.json"}
+    assert names == {
+        "recipe.yaml",
+        "heads.json",
+        "log.jsonl",
+        "checkpoints",
+        "adapter",
+        "held_out.json",
+        "result.json",
+    }
     assert json.loads((run / "result.json").read_text()) == result
     assert result["steps"] == 8
     assert [entry["step"] for entry in log(run)] == list(range(1, 9))

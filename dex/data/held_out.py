@@ -120,23 +120,25 @@ class HeldOut:
         ids = self._tokens[self._ends[index] : self._ends[index + 1]]
         return torch.from_numpy(ids.astype(np.int64))
 
-    def blocks(self, max_tokens: int | None = None) -> list[tuple[int, torch.Tensor]]:
+    def blocks(
+        self, max_tokens: int | None = None, per_document: int | None = None
+    ) -> list[tuple[int, torch.Tensor]]:
         """(document index, input_ids [≤ block] int64) of each block; no block spans two documents.
 
         The last block of a document is shorter, and dropped if it has a single token (nothing to predict).
-        `max_tokens` takes the first documents, whole, that have no more tokens together (at least one).
+        `per_document` takes at most so many tokens from the start of each document, so that a few long ones do not
+        outweigh the rest. `max_tokens` takes the first documents that have no more tokens together (at least one).
         """
+        lengths = np.minimum(np.diff(self._ends), per_document or self.tokens)
+        count = (
+            len(self) if max_tokens is None else max(1, int(np.searchsorted(lengths.cumsum(), max_tokens, "right")))
+        )
         return [
             (index, block)
-            for index in range(self._documents_within(max_tokens))
-            for block in self.document(index).split(self.block)
+            for index in range(min(count, len(self)))
+            for block in self.document(index)[: lengths[index]].split(self.block)
             if len(block) > 1
         ]
-
-    def _documents_within(self, max_tokens: int | None) -> int:
-        if max_tokens is None or not len(self):
-            return len(self)
-        return max(1, int(np.searchsorted(self._ends, max_tokens, side="right")) - 1)
 
 
 def training_side(documents: Iterator[Document], share: float, writer: HeldOutWriter | None) -> Iterator[Document]:

@@ -73,6 +73,11 @@ def difference(a: Sequence[BlockLoss], b: Sequence[BlockLoss]) -> Interval:
     return paired_difference([x.loss for x in a], [x.loss for x in b], [x.tokens for x in a], [x.document for x in a])
 
 
+def losses_of(result: dict[str, Any], name: str) -> list[BlockLoss]:
+    """The block losses of a model in a result that was written before."""
+    return [BlockLoss(**block) for block in result["models"][name]["blocks"]]
+
+
 def report(
     named: dict[str, list[BlockLoss]], held_out: HeldOut, blocks: Blocks, against: str | None = None
 ) -> dict[str, Any]:

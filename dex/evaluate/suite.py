@@ -14,7 +14,7 @@ from dex.evaluate.perplexity import held_out_losses, report
 from dex.models import load_model
 from dex.output import refuse_to_overwrite, whole_folder, write_json
 from dex.recipe import Data
-from dex.run_data import prepare_data
+from dex.run_data import held_out_blocks, prepare_data
 
 
 def evaluate(
@@ -44,7 +44,7 @@ def evaluate(
         if prepared is not None and own.held_out.fingerprint != prepared.held_out.fingerprint:
             raise DexError(f"{name} and {models[0]} cut the text into different tokens; losses are not comparable.")
         prepared = own
-        blocks = prepared.held_out.blocks(data.held_out_tokens)
+        blocks = held_out_blocks(data, prepared)
         named[name] = held_out_losses(model, blocks, batch_size, name)
         del model, base
     assert prepared is not None
