@@ -13,7 +13,7 @@ demo-full: .venv/.demo
 	$(BIN)/python scripts/demo.py --full
 
 test: .venv/.dev lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: .venv/.dev .venv/.demo
 	$(BIN)/python -m pytest -m slow

@@ -12,7 +12,7 @@ from dex.console import Bar, say
 from dex.data import Source, calibration
 from dex.heads import DataIdentity, HeadPlan, PerLayer, find_criterion, make_plan
 from dex.method import DexConfig
-from dex.models import LoadedModel, fingerprint, load_model
+from dex.models import LoadedModel, device, fingerprint, load_model
 from dex.output import refuse_to_overwrite
 
 
@@ -38,6 +38,7 @@ def choose_heads(base: LoadedModel, choice: Choice) -> HeadPlan:
     name = choice.source.source
     if len(ids) < choice.sequences:
         say(f"{name} holds {len(ids)} windows of {choice.length} tokens, not the {choice.sequences} asked for")
+    base.model.to(device())
     data = DataIdentity(source=name, fingerprint=text, sequences=len(ids), length=choice.length)
     batches = ({"input_ids": row[None]} for row in ids)
     with Bar(f"scoring heads by {choice.criterion}", len(ids), "sequences") as bar:

@@ -113,7 +113,7 @@ def _write_logits(model: nn.Module, input_ids: Tensor, folder: Path) -> None:
     folder.mkdir(parents=True)
     for index, row in enumerate(input_ids):
         with torch.no_grad():
-            logits = model(input_ids=row[None].to(next(model.parameters()).device), use_cache=False).logits[0]
+            logits = model(input_ids=row[None], use_cache=False).logits[0]
         save_file({"logits": logits.cpu().contiguous()}, folder / f"{index}.safetensors")
 
 

@@ -20,10 +20,8 @@ def main(folder: str, tokens: str, logits_folder: str, dtype: str) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
     )
-    if torch.cuda.is_available():
-        model.to("cuda")
-    model.eval()
-    input_ids = load_file(tokens)["input_ids"].to(model.device)
+    model.eval()  # on the CPU, as the attached model is
+    input_ids = load_file(tokens)["input_ids"]
     for index, row in enumerate(input_ids):
         with torch.no_grad():
             logits = model(input_ids=row[None], use_cache=False).logits[0]

@@ -139,6 +139,11 @@ def load_model(
     return LoadedModel(loaded, tokenizer, place.source)
 
 
+def device() -> torch.device:
+    """Where models run: the GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a stock folder: weights, config, generation config as it was loaded, tokenizer and chat template.
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from dex.errors import DexError
 
 
@@ -35,8 +37,8 @@ def whole_folder(path: Path, force: bool = False) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         _replace_folder(partial, path)
-    except OSError as error:
-        raise DexError(f"{path} could not be written: {error.strerror or error}.") from error
+    except (OSError, SafetensorError) as error:  # safetensors reports even a full disk with a class of its own
+        raise DexError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

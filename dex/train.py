@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel
-from safetensors import SafetensorError
 from torch.utils.data import SequentialSampler
 from transformers import (
     PrinterCallback,
@@ -70,9 +69,11 @@ def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
     set_seed(recipe.run.seed)
     base = load_model(recipe.model.id, recipe.model.revision, recipe.model.dtype)
     data = prepare_data(recipe.data, base.tokenizer, recipe.run.tokens)
+    _say_passes(recipe, data)
     plan = _head_plan(run, recipe, base)
     set_seed(recipe.run.seed)  # W_D does not depend on what was drawn before
     model = attach(base, adapter_config(recipe), plan)
+    _start_run(run, recipe, plan)
     trainer = DexTrainer(model, recipe, data, run)
     trainer.run()
     return _finish(run, recipe, trainer, base, plan)
@@ -118,8 +119,20 @@ def _open_run(run: Path, recipe: Recipe) -> dict[str, Any] | None:
         return json.loads(result.read_text()) if result.exists() else None
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise DexError(f"{run} is not empty and is not a run of dex; choose another output.")
-    write_whole(saved, recipe.to_yaml())
     return None
+
+
+def _start_run(run: Path, recipe: Recipe, plan: HeadPlan | None) -> None:
+    """Only now is anything written: model, data and plan are there and fit."""
+    write_whole(run / "recipe.yaml", recipe.to_yaml())
+    if plan is not None:
+        plan.save(run / "heads.json", force=True)
+
+
+def _say_passes(recipe: Recipe, data: Prepared) -> None:
+    there = len(data.packed) * data.packed.block
+    if recipe.run.tokens > there:
+        say(f"the data packs into {there:,} tokens, so the run goes over it {recipe.run.tokens / there:.1f} times")
 
 
 def _refuse_another_recipe(run: Path, before: Recipe, now: Recipe) -> None:
@@ -157,12 +170,9 @@ def _head_plan(run: Path, recipe: Recipe, base: LoadedModel) -> HeadPlan | None:
         return HeadPlan.load(saved)
     heads = recipe.method.heads
     if isinstance(heads, PlannedHeads):
-        plan = HeadPlan.load(Path(heads.plan))
-    else:
-        source = max(sources(recipe.data), key=lambda source: source.weight)
-        plan = choose_heads(base, Choice(source=source, held_out=recipe.data.held_out, **heads.model_dump()))
-    plan.save(saved)
-    return plan
+        return HeadPlan.load(Path(heads.plan))
+    source = max(sources(recipe.data), key=lambda source: source.weight)
+    return choose_heads(base, Choice(source=source, held_out=recipe.data.held_out, **heads.model_dump()))
 
 
 def _finish(
@@ -282,7 +292,7 @@ class DexTrainer(Trainer):
                 saved = Path(self._get_output_dir(trial)) / name
                 for file in saved.iterdir():
                     file.rename(partial / file.name)
-        except (DexError, RuntimeError, SafetensorError) as error:
+        except (DexError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
             raise DexError(
                 f"{checkpoints / name} could not be written ({error}). Earlier checkpoints are whole; "
                 "make room and run the same command to go on."

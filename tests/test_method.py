@@ -206,6 +206,18 @@ def test_untrained_adapter_carries_no_copy_of_base_weights_and_still_loads(tmp_p
     assert not torch.equal(logits(loaded), logits(model))
 
 
+def test_adapter_loads_through_the_meta_device(tmp_path: Path) -> None:
+    """Buffers made in __init__ would come back as garbage, and copies that were not saved as nothing."""
+    for steps in (0, 3):
+        model = attach(tiny_model("qwen2"))
+        if steps:
+            train(model, steps)
+        model.save_pretrained(tmp_path / str(steps))
+        loaded = PeftModel.from_pretrained(tiny_model("qwen2"), tmp_path / str(steps), low_cpu_mem_usage=True)
+        assert {layer.dex_step["default"].item() for layer in dex_outputs(loaded)} == {steps}
+        assert torch.equal(logits(loaded), logits(model))
+
+
 def test_saving_while_merged_keeps_the_trained_copies(tmp_path: Path) -> None:
     model = train(attach(tiny_model("llama")))
     model.merge_adapter()

@@ -129,6 +129,23 @@ def test_n_plus_n_steps_with_a_resume_equal_2n_steps_bit_for_bit(tmp_path: Path)
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(tmp_path: Path) -> None:
+    result = train(recipe(tmp_path))
+    expected = adapter(tmp_path / "run")
+    keep_only_checkpoint(tmp_path / "run", 8)
+    again = train(recipe(tmp_path))
+    assert again["held_out_loss"] == result["held_out_loss"]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+
+
+def test_a_run_that_cannot_start_writes_nothing(tmp_path: Path) -> None:
+    for change in ({"model.id": tmp_path / "none"}, {"data.train.0.source": tmp_path / "none.txt"}):
+        with pytest.raises(DexError):
+            train(recipe(tmp_path, **change))
+        assert not (tmp_path / "run").exists()
+    train(recipe(tmp_path))
+
+
 def keep_only_checkpoint(run: Path, step: int) -> None:
     """Put the run back to the moment after it saved a checkpoint."""
     import shutil

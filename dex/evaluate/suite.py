@@ -11,7 +11,7 @@ from rich.table import Table
 from dex.adapter import is_adapter, load_adapter
 from dex.errors import DexError
 from dex.evaluate.perplexity import held_out_losses, report
-from dex.models import load_model
+from dex.models import device, load_model
 from dex.output import refuse_to_overwrite, whole_folder, write_json
 from dex.recipe import Data
 from dex.run_data import held_out_blocks, prepare_data
@@ -45,7 +45,7 @@ def evaluate(
             raise DexError(f"{name} and {models[0]} cut the text into different tokens; losses are not comparable.")
         prepared = own
         blocks = held_out_blocks(data, prepared)
-        named[name] = held_out_losses(model, blocks, batch_size, name)
+        named[name] = held_out_losses(model.to(device()), blocks, batch_size, name)
         del model, base
     assert prepared is not None
     result = report(named, prepared.held_out, blocks, against)
