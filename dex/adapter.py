@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
@@ -11,13 +12,14 @@ from dex.card import write_adapter_card
 from dex.errors import DexError
 from dex.heads import HeadPlan
 from dex.method import DexConfig
-from dex.models import LoadedModel, load_model, save_tokenizer
+from dex.models import LoadedModel, hub_errors_explained, load_model, save_tokenizer
 from dex.output import whole_folder
 
 
 def attach(base: LoadedModel, config: DexConfig, plan: HeadPlan | None = None) -> PeftModel:
     """Put a Dex adapter on a base, on the heads of the plan if there is one, and record the base in it."""
-    config.base_model_name_or_path = base.source.id
+    local = Path(base.source.id)
+    config.base_model_name_or_path = str(local.resolve()) if local.exists() else base.source.id
     config.revision = base.source.commit
     if plan is not None:
         config.use_plan(plan)
@@ -25,16 +27,25 @@ def attach(base: LoadedModel, config: DexConfig, plan: HeadPlan | None = None) -
 
 
 def save_adapter(
-    model: PeftModel, base: LoadedModel, folder: Path, plan: HeadPlan | None = None, *, force: bool = False
+    model: PeftModel,
+    base: LoadedModel,
+    folder: Path,
+    plan: HeadPlan | None = None,
+    branch: dict[str, Any] | None = None,
+    *,
+    force: bool = False,
 ) -> None:
-    """Write an adapter folder: adapter, tokenizer with chat template, head plan, card. Whole or not at all."""
-    with whole_folder(folder, force) as partial:
+    """Write an adapter folder: adapter, tokenizer with chat template, head plan, card. Whole or not at all.
+
+    branch: the state of a trained branch (`branch_state`), for the card.
+    """
+    with whole_folder(folder, force, "adapter_config.json") as partial:
         # PEFT's "auto" would ask the Hub whether the vocabulary was resized.
         model.save_pretrained(partial, save_embedding_layers=False)
         save_tokenizer(base.tokenizer, partial)
         if plan is not None:
             plan.save(partial / "heads.json", force=True)
-        write_adapter_card(partial, base.source, model.peft_config["default"].schedule)
+        write_adapter_card(partial, base.source, model.peft_config["default"].schedule, branch)
 
 
 def is_adapter(model: str) -> bool:
@@ -46,6 +57,9 @@ def read_adapter_config(adapter: str) -> DexConfig:
     try:
         config = PeftConfig.from_pretrained(adapter)
     except (ValueError, KeyError, TypeError, OSError) as error:
+        if not Path(adapter).exists() and isinstance(error.__cause__, Exception):
+            with hub_errors_explained(adapter, None):
+                raise error.__cause__ from None
         raise DexError(f"{adapter} is not an adapter: no readable adapter_config.json is there.") from error
     if not isinstance(config, DexConfig):
         raise DexError(f"{adapter} is an adapter of the method {config.peft_type}, not DEX; dex leaves it to PEFT.")

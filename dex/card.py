@@ -13,7 +13,7 @@ from dex.models import EMBEDDED, ModelSource
 from dex.output import write_whole
 
 
-def write_adapter_card(folder: Path, source: ModelSource, schedule: str) -> None:
+def write_adapter_card(folder: Path, source: ModelSource, schedule: str, branch: dict[str, Any] | None) -> None:
     """README.md of an adapter folder, with the lines of code that load it."""
     tensors = _tensor_names(folder / "adapter_model.safetensors")
     trained = {"dex_weight": "K, V, O", "dex_w_d": "W_D", "dex_lam": "λ"}
@@ -27,10 +27,13 @@ def write_adapter_card(folder: Path, source: ModelSource, schedule: str) -> None
         steps=steps,
         branch_layers=sum(name.endswith("dex_w_d") for name in tensors),
         trained=", ".join(present) if steps else "nothing yet",
+        branch=branch if steps else None,
     )
 
 
-def write_folded_card(folder: Path, source: ModelSource, certificate: dict[str, Any]) -> None:
+def write_folded_card(
+    folder: Path, source: ModelSource, certificate: dict[str, Any], branch: dict[str, Any] | None
+) -> None:
     """README.md of a folded folder, with its certificate."""
     _write(
         folder,
@@ -39,6 +42,7 @@ def write_folded_card(folder: Path, source: ModelSource, certificate: dict[str, 
         measured=certificate["folded_against_attached"],
         text=certificate["text"],
         dtype=certificate["dtype"],
+        branch=branch,
     )
 
 
@@ -53,7 +57,13 @@ def _write(folder: Path, template: str, source: ModelSource, **facts: Any) -> No
     environment = Environment(
         loader=PackageLoader("dex.model_cards", ""), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    base = {"base_model": hub_id(source), "base_id": source.id, "commit": source.commit, "dex_version": __version__}
+    base = {
+        "base_model": hub_id(source),
+        "base_id": source.id,
+        "commit": source.commit,
+        "gguf": EMBEDDED[source.id].file if source.id in EMBEDDED else None,
+        "dex_version": __version__,
+    }
     write_whole(folder / "README.md", environment.get_template(template).render(**base, **facts))
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 Text = Annotated[str, typer.Option(help="Text: a file, a folder, a Hub data set or 'pydoc'.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 
-_json_wanted = False  # so that an error, too, is one JSON object
+INTERRUPTED = 130  # what typer makes of Ctrl-C
+
+
+def _refuse_beside(context: typer.Context, option: str, others: Sequence[str]) -> None:
+    """An option that another one makes idle is a mistake, not something to ignore."""
+    given = [name for name in others if context.get_parameter_source(name).name == "COMMANDLINE"]
+    if given:
+        name = given[0].replace("_", "-")
+        raise typer.BadParameter(f"has no effect beside {option}; leave one of them out", param_hint=f"--{name}")
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def show(result: dict[str, Any], text: str, as_json: bool) -> None:
@@ -98,6 +112,7 @@ def heads(
 
 @app.command()
 def convert(
+    context: typer.Context,
     model: Model,
     output: Output,
     plan: Annotated[Path | None, typer.Option(help="A head plan; without one, heads are scored and chosen.")] = None,
@@ -121,6 +136,11 @@ def convert(
 ) -> None:
     """Attach Dex to MODEL and write the untrained adapter folder."""
     k = _per_layer(per_layer)
+    scoring = ("criterion", "per_layer", "data", "sequences", "length", "held_out")
+    if plan is not None:
+        _refuse_beside(context, "--plan", scoring)
+    if schedule == "off":
+        _refuse_beside(context, "--schedule off", ("plan", *scoring))
     from dex import convert as verb
     from dex.data import Source
     from dex.heads import HeadPlan
@@ -139,8 +159,8 @@ def convert(
         HeadPlan.load(plan) if plan else verb.Choice(criterion, k, Source(data), sequences, length, seed, held_out)
     )
     made = verb.convert(model, output, config, chosen, revision=revision, dtype=dtype, seed=seed, force=force)
-    text = f"adapter written to {output}\ntrain it with `dex train`, or load it with `import dex` and PEFT"
-    show({"adapter": str(output), "heads": made.heads, "model": made.model.model_dump()}, text, as_json)
+    text = f"adapter written to {output}; its README.md says how to load it"
+    show({"adapter": str(output), "plan": made.model_dump() if made else None}, text, as_json)
 
 
 @app.command()
@@ -179,6 +199,7 @@ def fold(
 
 @app.command(name="eval")
 def evaluate(
+    context: typer.Context,
     models: Annotated[list[str], typer.Argument(help="Models and adapters.", metavar="MODEL")],
     output: Output,
     suite: Annotated[str, typer.Option(help="perplexity")] = "perplexity",
@@ -199,11 +220,23 @@ def evaluate(
     from dex.evaluate import suite as verb
     from dex.recipe import data_block, load_recipe
 
+    tokens_of_run = 1
     if recipe is not None:
-        source = load_recipe(recipe).data
+        _refuse_beside(context, "--recipe", ("data", "block", "held_out", "tokens"))
+        loaded = load_recipe(recipe)
+        source, tokens_of_run = loaded.data, loaded.run.tokens
     else:
         source = data_block(train=[{"source": data}], block=block, held_out=held_out, held_out_tokens=tokens)
-    result = verb.evaluate(models, output, source, against=against, batch_size=batch_size, dtype=dtype, force=force)
+    result = verb.evaluate(
+        models,
+        output,
+        source,
+        tokens=tokens_of_run,
+        against=against,
+        batch_size=batch_size,
+        dtype=dtype,
+        force=force,
+    )
     show(result, f"{verb.describe(result)}\nwritten to {output}", as_json)
 
 
@@ -227,8 +260,10 @@ def main() -> None:
             print(json.dumps({"error": str(error)}, ensure_ascii=False))
         print(f"dex: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("dex: interrupted; nothing that was there is lost.", file=sys.stderr)
+    except SystemExit as stop:
+        if stop.code != INTERRUPTED:
+            raise
+        print("dex: interrupted; nothing that was there before is lost.", file=sys.stderr)
         sys.exit(1)
 
 

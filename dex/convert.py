@@ -13,7 +13,7 @@ from dex.data import Source, calibration
 from dex.heads import DataIdentity, HeadPlan, PerLayer, find_criterion, make_plan
 from dex.method import DexConfig
 from dex.models import LoadedModel, device, fingerprint, load_model
-from dex.output import refuse_to_overwrite
+from dex.output import refuse_to_overwrite, refuse_to_overwrite_file
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def write_plan(
     model: str, output: Path, choice: Choice, *, revision: str | None = None, dtype: str = "auto", force: bool = False
 ) -> HeadPlan:
     """`dex heads`: the plan of a model, written to a file."""
-    refuse_to_overwrite(output, force)
+    refuse_to_overwrite_file(output, force)
     plan = choose_heads(load_model(model, revision, dtype), choice)
     plan.save(output, force)
     return plan
@@ -59,21 +59,21 @@ def convert(
     model: str,
     output: Path,
     config: DexConfig,
-    heads: HeadPlan | Choice,
+    heads: HeadPlan | Choice | None,
     *,
     revision: str | None = None,
     dtype: str = "auto",
     seed: int = 0,
     force: bool = False,
-) -> HeadPlan:
+) -> HeadPlan | None:
     """`dex convert`: write the untrained adapter folder of a model, with its head plan.
 
-    The base is not copied: the folder holds W_D, λ and the configuration. Raises DexError for a base or a plan
-    that does not fit.
+    heads: a plan, how to make one, or None (all heads; none with schedule "off"). The base is not copied: the folder
+    holds W_D, λ and the configuration. Raises DexError for a base or a plan that does not fit.
     """
-    refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force, "adapter_config.json")
     base = load_model(model, revision, dtype)
-    plan = heads if isinstance(heads, HeadPlan) else choose_heads(base, heads)
+    plan = choose_heads(base, heads) if isinstance(heads, Choice) else heads
     set_seed(seed)  # W_D does not depend on what was drawn before
     save_adapter(attach(base, config, plan), base, output, plan, force=force)
     return plan

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def examine() -> list[dict[str, Any]]:
 def _examine(scratch: Path) -> list[dict[str, Any]]:
     base, adapter, run, folded = (scratch / name for name in ("base", "adapter", "run", "folded"))
     choice = Choice(source=Source("pydoc"), sequences=2, length=64)
-    recipe = parse_recipe(_RECIPE.format(base=base, run=run), "the doctor's recipe")
+    recipe = parse_recipe(_RECIPE, "the doctor's recipe", [f"model.id={base}", f"output={run}"])
     stages: list[tuple[str, Callable[[], Any]]] = [
         ("a tiny random Llama is saved and loaded", lambda: _write_tiny_base(base)),
         ("heads are scored and chosen", lambda: write_plan(str(base), scratch / "heads.json", choice)),
@@ -101,25 +102,23 @@ def _check_equal(base: Path, adapter: Path) -> None:
         raise DexError(f"The logits differ by up to {(attached - expected).abs().max():.3g}.")
 
 
-class _own_cache:
+@contextmanager
+def _own_cache(scratch: Path) -> Iterator[None]:
     """Prepared data of the doctor goes with its scratch folder."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.scratch, self.before = scratch, os.environ.get("DEX_CACHE")
-
-    def __enter__(self) -> None:
-        os.environ["DEX_CACHE"] = str(self.scratch / "cache")
-
-    def __exit__(self, *_: object) -> None:
+    before = os.environ.get("DEX_CACHE")
+    os.environ["DEX_CACHE"] = str(scratch / "cache")
+    try:
+        yield
+    finally:
         os.environ.pop("DEX_CACHE")
-        if self.before is not None:
-            os.environ["DEX_CACHE"] = self.before
+        if before is not None:
+            os.environ["DEX_CACHE"] = before
 
 
 _RECIPE = """
-model: {{id: {base}}}
-method: {{heads: {{sequences: 2, length: 64}}}}
-data: {{train: [{{source: pydoc}}], block: 128, held_out: 0.1, held_out_tokens: 2_000}}
-run: {{tokens: 4_096, batch_tokens: 512, micro_batch: 2, lr: 1.0e-3, save_every: 2_048}}
-output: {run}
+model: {id: base}
+method: {heads: {sequences: 2, length: 64}}
+data: {train: [{source: pydoc}], block: 128, held_out: 0.1, held_out_tokens: 2_000}
+run: {tokens: 4_096, batch_tokens: 512, micro_batch: 2, lr: 1.0e-3, save_every: 2_048}
+output: run
 """

@@ -28,10 +28,12 @@ from dex.console import say
 from dex.data import Source, calibration
 from dex.errors import DexError
 from dex.method import DexConfig
+from dex.method.callback import branch_state
 from dex.models import LoadedModel, load_config, load_model, refuse_quantised, save_model
 from dex.output import refuse_to_overwrite, whole_folder, write_json
 
 FLOAT32_TOLERANCE = 1e-4  # of the largest logit
+MADE_HERE = "certificate.json"
 BLOCKS, LENGTH = 4, 256  # of real text: 1024 positions, and 200 MB of logits for a vocabulary of 49k
 
 
@@ -65,7 +67,7 @@ def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False
 
     Raises DexError, and leaves no folder, if the base is quantised or the certificate is above tolerance.
     """
-    refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force, MADE_HERE)
     config = read_adapter_config(adapter)
     refuse_quantised(load_config(config.base_model_name_or_path, config.revision))
     base = load_model(config.base_model_name_or_path, config.revision)
@@ -73,10 +75,11 @@ def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False
     input_ids, fingerprint = calibration(Source(text), base.tokenizer, BLOCKS, LENGTH)
     layout = _layout(base.model)
     rounding = None if dtype == torch.float32 else _rounding_of(base, config, input_ids)
-    with tempfile.TemporaryDirectory() as scratch, whole_folder(output, force) as partial:
+    with tempfile.TemporaryDirectory() as scratch, whole_folder(output, force, MADE_HERE) as partial:
         attached = load_onto(base, adapter)
         attached_logits = Path(scratch) / "attached"
         _write_logits(attached, input_ids, attached_logits)
+        branch = branch_state(attached, input_ids[0])
         say("folding")
         folded = attached.merge_and_unload()
         _check_layout(folded, layout)
@@ -95,8 +98,8 @@ def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False
             "loaded_without_dex": not witness["imported_dex"],
         }
         _refuse_if_failed(certificate)
-        write_json(partial / "certificate.json", certificate)
-        write_folded_card(partial, base.source, certificate)
+        write_json(partial / MADE_HERE, certificate)
+        write_folded_card(partial, base.source, certificate, branch)
     return certificate
 
 
@@ -128,7 +131,7 @@ def _ask_witness(folder: Path, input_ids: Tensor, scratch: Path, dtype: torch.dt
     witness = Path(__file__).with_name("fold_witness.py")
     arguments = [folder, scratch / "tokens.safetensors", scratch / "folded", str(dtype).removeprefix("torch.")]
     done = subprocess.run(
-        [sys.executable, "-I", str(witness), *map(str, arguments)], capture_output=True, text=True, check=False
+        [sys.executable, "-P", str(witness), *map(str, arguments)], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

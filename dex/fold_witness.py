@@ -1,8 +1,8 @@
-"""The witness of a fold: run by path in a fresh, isolated process that never imports dex.
+"""The witness of a fold: run by path in a fresh process that never imports dex.
 
 Loads the written folder as anyone would, and writes down its logits on the given tokens:
 
-    python -I fold_witness.py FOLDER TOKENS.safetensors LOGITS_FOLDER DTYPE
+    python -P fold_witness.py FOLDER TOKENS.safetensors LOGITS_FOLDER DTYPE
 """
 
 import json

@@ -36,7 +36,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from dex.errors import DexError
-from dex.output import refuse_to_overwrite, write_whole
+from dex.output import refuse_to_overwrite_file, write_whole
 from dex.stats import attention_entropy, evaluating, real_tokens_first
 
 Batch = Mapping[str, Tensor]
@@ -243,7 +243,7 @@ class HeadPlan(_Strict):
             raise DexError(f"The head plan {path} cannot be used: {_reason(error)}.") from error
 
     def save(self, path: Path, force: bool = False) -> None:
-        refuse_to_overwrite(path, force)
+        refuse_to_overwrite_file(path, force)
         write_whole(path, _one_line_per_layer(json.dumps(self.model_dump(), indent=2, ensure_ascii=False)) + "\n")
 
     def check(self, num_layers: int, num_heads: int, fingerprint: str) -> None:

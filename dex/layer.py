@@ -32,6 +32,7 @@ from torch import Tensor
 
 ScheduleName = Literal["paper", "land", "fixed", "off"]
 WDInit = Literal["kaiming", "zeros"]
+ANNEALED = ("paper", "land")  # the schedules with a T_a and a learned λ
 
 
 def apply_branch(heads: Tensor, w_d: Tensor, lam: Tensor, selected: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class Schedule:
 
     @property
     def learns(self) -> bool:
-        return self.name in ("paper", "land")
+        return self.name in ANNEALED
 
     @property
     def lam_learn_start(self) -> float:

@@ -48,6 +48,7 @@ from dex.errors import DexError
 SUPPORTED = ("llama", "qwen2", "qwen3")  # transformers' `model_type` and GGUF's `general.architecture` alike
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+SAMPLED = 64  # entries of each parameter that a fingerprint looks at, at least
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG_FILES = ["config.json", "adapter_config.json"]
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -219,30 +220,23 @@ def _check_model_type(model_type: str | None, model: str) -> None:
 def fingerprint(model: torch.nn.Module) -> str:
     """A short hex identity of the base weights: the same from any path, in float32 and in bfloat16.
 
-    Made of the shape numbers and the first layer's o_proj weight, [hidden, heads * head_dim], rounded to bfloat16.
-    With an adapter attached to o_proj, the base weight beneath it counts.
+    Made of the name, shape and a few entries, rounded to bfloat16, of every parameter. With an adapter attached, the
+    base weights beneath it count. A float16 copy of a float32 checkpoint rounds twice, so it has its own identity.
     """
-    config: Any = model.config
-    shape = {
-        **asdict(attention_shape(config)),
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "intermediate_size": config.intermediate_size,
-    }
-    weight = _first_o_proj_weight(model).detach().cpu().to(torch.bfloat16).contiguous()
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    digest.update(weight.view(torch.int16).numpy().tobytes())
+    digest = hashlib.sha256(str(getattr(model.config, "model_type", "")).encode())
+    for name, parameter in sorted(_base_parameters(model)):
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLED)].to("cpu", torch.bfloat16)
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _first_o_proj_weight(model: torch.nn.Module) -> torch.Tensor:
-    for name, module in model.named_modules():
-        if name.endswith("layers.0.self_attn.o_proj"):
-            layer: Any = module
-            while hasattr(layer, "base_layer"):
-                layer = layer.base_layer
-            return layer.weight
-    raise DexError("The model has no layers.0.self_attn.o_proj; it is not a Llama or Qwen.")
+def _base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters that the base has without an adapter, under the names they have without one."""
+    for name, parameter in model.named_parameters():
+        owner, _, own_name = name.removeprefix("base_model.model.").rpartition(".")
+        if own_name in ("weight", "bias") and not re.search(r"\.(dex|lora)_", f".{owner}."):
+            yield f"{owner.removesuffix('.base_layer')}.{own_name}", parameter
 
 
 # Where MODEL is
@@ -314,7 +308,7 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _locate_on_hub(model: str, revision: str | None) -> _Place:
-    with _hub_errors_explained(model, revision):
+    with hub_errors_explained(model, revision):
         commit = None if is_offline_mode() else _commit_on_hub(model, revision)
         # Asked for by its name, not by the commit: that is how the cache learns which commit the name stands for,
         # which a later run with HF_HUB_OFFLINE=1 needs.
@@ -355,12 +349,12 @@ def _snapshot(model: str, revision: str | None, files: list[str], cached_only: b
 def _fetch_weights(place: _Place) -> None:
     source = place.source
     if source.commit is not None:
-        with _hub_errors_explained(source.id, source.revision):
+        with hub_errors_explained(source.id, source.revision):
             _snapshot(source.id, source.commit, _MODEL_FILES, place.cached_only)
 
 
 @contextmanager
-def _hub_errors_explained(model: str, revision: str | None) -> Iterator[None]:
+def hub_errors_explained(model: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:

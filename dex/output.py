@@ -15,21 +15,28 @@ from safetensors import SafetensorError
 from dex.errors import DexError
 
 
-def refuse_to_overwrite(path: Path, force: bool) -> None:
-    """Raise before any work is done if `path` holds something and `force` was not given."""
-    if path.is_dir() and not any(path.iterdir()):
+def refuse_to_overwrite(path: Path, force: bool, made_here: str | None = None) -> None:
+    """Raise before any work is done if `path` holds something that may not be replaced.
+
+    With `force`, a folder is replaced only if it holds the file `made_here`, the mark of the command's own output.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir()) and path.resolve() != Path.cwd()):
         return
-    if path.exists() and not force:
+    if path.resolve() == Path.cwd():
+        raise DexError("The current folder cannot be the output; name a new one.")
+    if not force:
         raise DexError(f"{path} exists already and is not overwritten; choose another output, or pass --force.")
+    if made_here is not None and path.is_dir() and not (path / made_here).exists():
+        raise DexError(f"{path} was not written by this command (it has no {made_here}), so --force leaves it alone.")
 
 
 @contextmanager
-def whole_folder(path: Path, force: bool = False) -> Iterator[Path]:
+def whole_folder(path: Path, force: bool = False, made_here: str | None = None) -> Iterator[Path]:
     """Yield an empty folder beside `path`; on success it takes the place of `path`, on any error it is removed.
 
     A SIGKILL half-way leaves at most the hidden sibling `.<name>.partial`, which the next call removes.
     """
-    refuse_to_overwrite(path, force)
+    refuse_to_overwrite(path, force, made_here)
     partial = path.parent / f".{path.name}.partial"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,8 +58,21 @@ def _replace_folder(partial: Path, path: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
     if path.exists():
         path.rename(previous)
-    partial.rename(path)
+    try:
+        partial.rename(path)
+    except OSError:
+        if previous.exists():
+            previous.rename(path)
+        raise
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def refuse_to_overwrite_file(path: Path, force: bool) -> None:
+    """The same for a file."""
+    if path.is_dir():
+        raise DexError(f"{path} is a folder, and the output is a file; name a file.")
+    if path.exists() and not force:
+        raise DexError(f"{path} exists already and is not overwritten; choose another output, or pass --force.")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -477,7 +477,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise DexError(f"{path} does not exist; `dex recipes ls` lists the recipes that come with dex.") from None
+        raise DexError(f"{path} does not exist; the folder recipes/ of dex has some to start from.") from None
     except IsADirectoryError:
         raise DexError(f"{path} is a folder; a recipe is one YAML file.") from None
     except UnicodeDecodeError as error:

@@ -1,68 +1,46 @@
 """`dex train RECIPE`: transformers' Trainer on accelerate, over packed blocks, with a budget in tokens.
 
-A run is a folder:
-
-    recipe.yaml       the recipe, every default written out
-    heads.json        the head plan
-    log.jsonl         one line per logged step
-    checkpoints/      checkpoint-N, each whole: written beside its place, then renamed
-    adapter/          the trained adapter, with the tokenizer
-    held_out.json     its loss on every held-out block, as `dex eval` writes it
-    result.json       the figures of the finished run
-
-The same command goes on where the run was stopped, and does nothing where it is finished.
+A run is a folder (`dex.run_folder`). The same command goes on where the run was stopped, and does nothing where it is
+finished.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import signal
-import statistics
-import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import transformers
 from peft import PeftModel
 from torch.utils.data import SequentialSampler
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from dex import __version__
 from dex.adapter import attach, save_adapter
-from dex.console import Bar, say
+from dex.console import say
 from dex.convert import Choice, choose_heads
 from dex.data import Prepared, RunOrder
 from dex.errors import DexError
-from dex.evaluate.perplexity import Blocks, held_out_losses, report, summarise
+from dex.evaluate.perplexity import held_out_losses, report, summarise
 from dex.evaluate.suite import interval
 from dex.heads import HeadPlan
 from dex.loss import causal_lm_loss
 from dex.method import DexConfig
-from dex.method.callback import INERT_BELOW, BranchRatios, DexCallback, lams
+from dex.method.callback import INERT_BELOW, DexCallback, branch_state
 from dex.models import LoadedModel, fingerprint, load_model
-from dex.output import whole_folder, write_json, write_whole
-from dex.recipe import PlannedHeads, Recipe, load_recipe
+from dex.output import whole_folder, write_json
+from dex.recipe import PlannedHeads, Recipe
 from dex.run_data import held_out_blocks, prepare_data, sources
+from dex.run_folder import open_run, start_run
+from dex.watch import Watch
 
 
 def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
     """Run a recipe, from its start or from its newest checkpoint; returns what result.json holds."""
     run = Path(recipe.output)
-    if force:
-        _delete_run(run)
-    finished = _open_run(run, recipe)
+    finished = open_run(run, recipe, force)
     if finished is not None:
         say(f"{run} is finished already; --force starts it again")
         return finished
@@ -70,10 +48,10 @@ def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
     base = load_model(recipe.model.id, recipe.model.revision, recipe.model.dtype)
     data = prepare_data(recipe.data, base.tokenizer, recipe.run.tokens)
     _say_passes(recipe, data)
-    plan = _head_plan(run, recipe, base)
+    plan = _head_plan(run, recipe, base, force)
     set_seed(recipe.run.seed)  # W_D does not depend on what was drawn before
     model = attach(base, adapter_config(recipe), plan)
-    _start_run(run, recipe, plan)
+    start_run(run, recipe, _inputs(base, data), plan, force)
     trainer = DexTrainer(model, recipe, data, run)
     trainer.run()
     return _finish(run, recipe, trainer, base, plan)
@@ -93,6 +71,14 @@ def adapter_config(recipe: Recipe) -> DexConfig:
     )
 
 
+def _inputs(base: LoadedModel, data: Prepared) -> dict[str, Any]:
+    """What a run that goes on must find unchanged."""
+    return {
+        "model": {"commit": base.source.commit, "fingerprint": fingerprint(base.model)},
+        "data": {"packed": data.packed.fingerprint, "held_out": data.held_out.fingerprint},
+    }
+
+
 def describe(recipe: Recipe, result: dict[str, Any]) -> str:
     """The lines that are printed."""
     lines = [
@@ -105,28 +91,6 @@ def describe(recipe: Recipe, result: dict[str, Any]) -> str:
         lines.append(f"λ {min(lam):.4f} to {max(lam):.4f}, mean branch ratio {branch['mean_ratio']:.1e}: {state}")
     lines.append(f"fold it: dex fold {recipe.output}/adapter -o FOLDER")
     return "\n".join(lines)
-
-
-# --- the run's folder -------------------------------------------------------------------------------------
-
-
-def _open_run(run: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """The result of a finished run, or None where there is work left. Refuses the folder of another run."""
-    saved = run / "recipe.yaml"
-    if saved.exists():
-        _refuse_another_recipe(run, load_recipe(saved, []), recipe)
-        result = run / "result.json"
-        return json.loads(result.read_text()) if result.exists() else None
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise DexError(f"{run} is not empty and is not a run of dex; choose another output.")
-    return None
-
-
-def _start_run(run: Path, recipe: Recipe, plan: HeadPlan | None) -> None:
-    """Only now is anything written: model, data and plan are there and fit."""
-    write_whole(run / "recipe.yaml", recipe.to_yaml())
-    if plan is not None:
-        plan.save(run / "heads.json", force=True)
 
 
 def _say_passes(recipe: Recipe, data: Prepared) -> None:
@@ -156,17 +120,11 @@ def _differing_keys(before: Any, now: Any, path: str = "") -> list[tuple[str, An
     return [] if before == now else [(path, before, now)]
 
 
-def _delete_run(run: Path) -> None:
-    if run.exists() and not (run / "recipe.yaml").exists():
-        raise DexError(f"{run} is not a run of dex (it has no recipe.yaml), so --force does not delete it.")
-    shutil.rmtree(run, ignore_errors=True)
-
-
-def _head_plan(run: Path, recipe: Recipe, base: LoadedModel) -> HeadPlan | None:
+def _head_plan(run: Path, recipe: Recipe, base: LoadedModel, force: bool) -> HeadPlan | None:
     if recipe.method.schedule == "off":
         return None
     saved = run / "heads.json"
-    if saved.exists():
+    if saved.exists() and not force:
         return HeadPlan.load(saved)
     heads = recipe.method.heads
     if isinstance(heads, PlannedHeads):
@@ -182,7 +140,11 @@ def _finish(
     model, blocks = trainer.model, trainer.watch.blocks
     losses = held_out_losses(model, blocks, recipe.run.micro_batch, "held-out part")
     loss, perplexity = summarise(losses)
-    save_adapter(model, base, run / "adapter", plan, force=True)
+    branch = branch_state(model, max((ids for _, ids in blocks), key=len))
+    if branch and branch["inert"]:
+        say(f"the branch ended inert: mean ‖λ f_D(O)‖/‖O‖ is {branch['mean_ratio']:.1e}, below {INERT_BELOW:g}")
+    trainer.watch.write({"step": recipe.steps, "held_out_loss": loss._asdict(), "branch": branch})
+    save_adapter(model, base, run / "adapter", plan, branch, force=True)
     write_json(run / "held_out.json", report({str(run / "adapter"): losses}, trainer.data.held_out, blocks))
     result = {
         "method": recipe.method.name,
@@ -190,7 +152,7 @@ def _finish(
         "steps": recipe.steps,
         "held_out_loss": loss._asdict(),
         "held_out_perplexity": perplexity._asdict(),
-        "branch": None if recipe.method.schedule == "off" else _branch(model, blocks),
+        "branch": branch,
         "tokens_per_second": trainer.watch.tokens_per_second(),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "model": {**base.source.to_dict(), "fingerprint": fingerprint(model)},
@@ -199,18 +161,6 @@ def _finish(
     }
     write_json(run / "result.json", result)
     return result
-
-
-def _branch(model: PeftModel, blocks: Blocks) -> dict[str, Any]:
-    """λ and ‖λ f_D(O)‖/‖O‖ per layer at the end, the ratio on the longest held-out block."""
-    ids = max((ids for _, ids in blocks), key=len)
-    model.eval()
-    with BranchRatios(model) as ratios, torch.no_grad():
-        model(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
-    mean = statistics.fmean(ratios.mean())
-    if mean < INERT_BELOW:
-        say(f"the branch ended inert: mean ‖λ f_D(O)‖/‖O‖ over the layers is {mean:.1e}, below {INERT_BELOW:g}")
-    return {"lam": lams(model), "ratio": ratios.mean(), "mean_ratio": mean, "inert": mean < INERT_BELOW}
 
 
 # --- the Trainer ------------------------------------------------------------------------------------------
@@ -329,7 +279,7 @@ def _parameter_groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, 
 
 def _training_arguments(recipe: Recipe, run_folder: Path) -> TrainingArguments:
     run = recipe.run
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(run_folder / "checkpoints"),
         max_steps=recipe.steps,
         per_device_train_batch_size=run.micro_batch,
@@ -351,94 +301,9 @@ def _training_arguments(recipe: Recipe, run_folder: Path) -> TrainingArguments:
         report_to=[],
         disable_tqdm=True,
     )
-
-
-class Watch(TrainerCallback):
-    """The run's log.jsonl, its progress bar, its held-out losses, and Ctrl-C."""
-
-    def __init__(self, recipe: Recipe, blocks: Blocks, log: Path) -> None:
-        self.recipe, self.blocks, self.log = recipe, blocks, log
-        self.interrupted = False
-        self._bar = Bar("training", recipe.run.tokens, "tokens")
-        self._training_seconds = 0.0
-        self._trained_tokens = 0
-        self._step_began = 0.0
-
-    def bar(self, checkpoint: str | None) -> Bar:
-        done = int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0
-        self._drop_log_after(done)
-        self._bar = Bar("training", self.recipe.run.tokens, "tokens", start=done * self.recipe.run.batch_tokens)
-        return self._bar
-
-    def tokens_per_second(self) -> float | None:
-        """Of the training steps alone, evaluation and saving left out; None if this process made none."""
-        return self._trained_tokens / self._training_seconds if self._training_seconds else None
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        def stop_after_this_step(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            signal.signal(signal.SIGINT, self._previous)  # a second Ctrl-C stops at once
-            say("stopping after this step and saving a checkpoint; Ctrl-C again stops at once")
-
-        self._previous = signal.signal(signal.SIGINT, stop_after_this_step)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._step_began = time.monotonic()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
-    ) -> None:
-        run = self.recipe.run
-        tokens = state.global_step * run.batch_tokens
-        self._training_seconds += time.monotonic() - self._step_began
-        self._trained_tokens += run.batch_tokens
-        self._bar.update(tokens, self._figures(state))
-        if run.eval_every and tokens % run.eval_every == 0 and tokens < run.tokens:
-            loss, _perplexity = summarise(held_out_losses(model, self.blocks, run.micro_batch, "held-out part"))
-            self._write({"step": state.global_step, "tokens": tokens, "held_out_loss": loss._asdict()})
-            model.train()
-        if self.interrupted:
-            control.should_save = control.should_training_stop = True
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        if logs and "loss" in logs:
-            tokens = state.global_step * self.recipe.run.batch_tokens
-            figures = {name: value for name, value in logs.items() if name != "epoch"}
-            rate = self.tokens_per_second()
-            self._write({"step": state.global_step, "tokens": tokens, **figures, "tokens_per_second": rate})
-
-    def _figures(self, state: TrainerState) -> str:
-        last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
-        if last is None:
-            return ""
-        lam = [value for value in last.get("lam", []) if value]
-        spread = f", λ {min(lam):.4f} to {max(lam):.4f}" if lam else ""
-        return f"loss {last['loss']:.3f}{spread}"
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-    def _drop_log_after(self, step: int) -> None:
-        """A run that goes on from step N writes the steps after N again."""
-        if not self.log.exists():
-            return
-        kept = []
-        for line in self.log.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:  # the line that a kill cut
-                continue
-            if entry["step"] <= step:
-                kept.append(line)
-        write_whole(self.log, "".join(line + "\n" for line in kept))
+    if arguments.world_size > 1 or arguments.n_gpu > 1:
+        raise DexError(
+            f"dex train runs in one process on one device for now, and here are {arguments.world_size} processes "
+            f"with {arguments.n_gpu} GPUs; start it without a launcher and with CUDA_VISIBLE_DEVICES=0."
+        )
+    return arguments

@@ -189,8 +189,10 @@ def verdict(name: str, measured: dict[str, dict[str, Any]], result: dict[str, An
     )
 
 
-def judgement(difference: dict[str, float], another_seed: dict[str, Any] | None) -> str:
+def judgement(difference: dict[str, Any], another_seed: dict[str, Any] | None) -> str:
     """An interval over documents says nothing about seeds, so another seed's difference is the yardstick."""
+    if difference["low"] is None:
+        return "one document, which shows nothing"
     if difference["low"] <= 0 <= difference["high"]:
         return "nothing that these documents can show"
     if another_seed is None:

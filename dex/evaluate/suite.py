@@ -16,12 +16,15 @@ from dex.output import refuse_to_overwrite, whole_folder, write_json
 from dex.recipe import Data
 from dex.run_data import held_out_blocks, prepare_data
 
+RESULT = "perplexity.json"
+
 
 def evaluate(
     models: list[str],
     output: Path,
     data: Data,
     *,
+    tokens: int = 1,
     against: str | None = None,
     batch_size: int = 4,
     dtype: str = "auto",
@@ -29,10 +32,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """Held-out loss of models and adapters on the same blocks; writes `perplexity.json` into the output folder.
 
+    `tokens` is the budget of the run whose held-out part this is: how far a Hub data set was read depends on it.
     `against` is the model that the others are compared with, by default the first. Raises DexError where two models
     do not cut the text into the same tokens, and so cannot have the same blocks.
     """
-    refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force, RESULT)
     if len(set(models)) < len(models):
         raise DexError("A model is named twice; each is evaluated once.")
     if against is not None and against not in models:
@@ -40,7 +44,7 @@ def evaluate(
     named, prepared = {}, None
     for name in models:
         model, base = load_adapter(name, dtype) if is_adapter(name) else _plain(name, dtype)
-        own = prepare_data(data, base.tokenizer)
+        own = prepare_data(data, base.tokenizer, tokens)
         if prepared is not None and own.held_out.fingerprint != prepared.held_out.fingerprint:
             raise DexError(f"{name} and {models[0]} cut the text into different tokens; losses are not comparable.")
         prepared = own
@@ -49,8 +53,8 @@ def evaluate(
         del model, base
     assert prepared is not None
     result = report(named, prepared.held_out, blocks, against)
-    with whole_folder(output, force) as partial:
-        write_json(partial / "perplexity.json", result)
+    with whole_folder(output, force, RESULT) as partial:
+        write_json(partial / RESULT, result)
     return result
 
 

@@ -25,10 +25,15 @@ def follow(layer: DexLayer) -> None:
 
 def count_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Add one to t of every adapter whose trainable parameters this optimiser holds."""
+    found_inf = getattr(optimizer, "found_inf", None)  # a gradient scaler's word to a fused optimiser: skip this step
+    if found_inf is not None and found_inf.item():
+        return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for layer in list(_layers):
         for adapter, step in layer.dex_step.items():
-            if any(p.requires_grad and id(p) in held for p in layer.adapter_parameters(adapter)):
+            # The first one stands for all, so that two optimisers that share an adapter do not count twice.
+            trained = next((p for p in layer.adapter_parameters(adapter) if p.requires_grad), None)
+            if trained is not None and id(trained) in held:
                 step += 1
 
 

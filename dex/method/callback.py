@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from dex.layer import ANNEALED
 from dex.method.model import dex_outputs, set_anneal_steps
 from dex.method.projection import DexOutput
 
@@ -51,11 +53,23 @@ def lams(model: nn.Module, adapter: str = "default") -> list[float]:
         return [o.lam(adapter).item() if o.has_branch(adapter) else 0.0 for o in dex_outputs(model)]
 
 
+def branch_state(model: nn.Module, input_ids: Tensor) -> dict[str, Any] | None:
+    """λ and ‖λ f_D(O)‖/‖O‖ per adapted layer, the ratio on the tokens input_ids [T]; None without any branch."""
+    if not any(layer.dex_w_d for layer in dex_outputs(model)):
+        return None
+    model.eval()
+    with BranchRatios(model) as ratios, torch.no_grad():
+        model(input_ids=input_ids[None].to(next(model.parameters()).device), use_cache=False)
+    mean = statistics.fmean(ratios.mean())
+    return {"lam": lams(model), "ratio": ratios.mean(), "mean_ratio": mean, "inert": mean < INERT_BELOW}
+
+
 class DexCallback(TrainerCallback):
-    """Logs `lam` and `branch_ratio`, one number per adapted layer, at every logging step of a Trainer.
+    """Logs `lam` and `branch_ratio`, one number per adapted layer, whenever a Trainer logs its loss.
 
     Where the configuration leaves T_a open, sets it to half of the run (ours; the paper does not give it).
-    The ratio is measured in the logging step's own forward pass, so it costs no extra one.
+    The ratio is measured in the logging step's own forward pass, so it costs no extra one (and is left out where a
+    Trainer logs at other steps than every `logging_steps`).
     """
 
     def __init__(self) -> None:
@@ -69,8 +83,9 @@ class DexCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        for adapter in model.active_adapters:
-            if model.peft_config[adapter].anneal_steps is None:
+        for adapter in _active_adapters(model):
+            config = model.peft_config[adapter]
+            if config.schedule in ANNEALED and config.anneal_steps is None:
                 set_anneal_steps(model, adapter, max(1, state.max_steps // 2))
 
     def on_step_begin(
@@ -99,9 +114,16 @@ class DexCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if logs is None or "loss" not in logs or self._ratios is None:
+        if logs is None or "loss" not in logs:
             return
-        logs["lam"] = lams(model, model.active_adapters[0])
-        logs["branch_ratio"] = self._ratios.mean()
-        state.log_history[-1].update(lam=logs["lam"], branch_ratio=logs["branch_ratio"])
-        self._ratios = None
+        figures: dict[str, Any] = {"lam": lams(model, _active_adapters(model)[0])}
+        if self._ratios is not None:
+            figures["branch_ratio"] = self._ratios.mean()
+            self._ratios = None
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+
+
+def _active_adapters(model: nn.Module) -> list[str]:
+    # `model.active_adapters` is a property of PEFT's models and a method of transformers'.
+    return dex_outputs(model)[0].active_adapters

@@ -11,7 +11,7 @@ from peft import PeftConfig
 
 from dex.errors import DexError
 from dex.heads import HeadPlan
-from dex.layer import Schedule, ScheduleName, WDInit, lambda_init
+from dex.layer import ANNEALED, Schedule, ScheduleName, WDInit, lambda_init
 
 TARGETS = ("k_proj", "v_proj", "o_proj")
 
@@ -47,13 +47,17 @@ class DexConfig(PeftConfig):
     layers_to_transform: list[int] | int | None = None
     layers_pattern: str | None = None
     target_modules: set[str] | list[str] | None = field(default=None, metadata={"help": "Set by Dex itself."})
+    base_fingerprint: str | None = field(default=None, metadata={"help": "The base's weights; set by Dex itself."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = DexPeftType.DEX
         if isinstance(self.layers_to_transform, int):
             self.layers_to_transform = [self.layers_to_transform]
-        self.target_modules = set(TARGETS if self.train_kvo else TARGETS[-1:])
+        targets = set(TARGETS if self.train_kvo else TARGETS[-1:])
+        if self.target_modules is not None and set(self.target_modules) != targets:
+            raise DexError(f"target_modules={self.target_modules} cannot be chosen: Dex adapts {sorted(targets)}.")
+        self.target_modules = targets
         self._plan: HeadPlan | None = None  # not a field: not saved, and checked only where it is first used
         if isinstance(self.heads, Path) or (isinstance(self.heads, str) and self.heads != "all"):
             self.heads = HeadPlan.load(Path(self.heads))
@@ -72,6 +76,11 @@ class DexConfig(PeftConfig):
             raise DexError(f"w_d_init={self.w_d_init!r} is not one of 'kaiming', 'zeros'.")
         if self.anneal_steps is not None and self.anneal_steps < 1:
             raise DexError(f"anneal_steps={self.anneal_steps} is not a number of optimiser steps; give 1 or more.")
+        if self.anneal_steps is not None and self.schedule not in ANNEALED:
+            raise DexError(
+                f"anneal_steps={self.anneal_steps} has no effect with schedule={self.schedule!r}; "
+                "it is for schedule='paper' and schedule='land'."
+            )
         if self.lam is not None and self.schedule != "fixed":
             raise DexError(f"lam={self.lam} has no effect with schedule={self.schedule!r}; use schedule='fixed'.")
         if self.schedule == "off" and not self.train_kvo:

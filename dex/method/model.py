@@ -29,10 +29,13 @@ class DexModel(BaseTuner):
         refuse_quantised(model.config)
         shape = attention_shape(model.config)
         _check_layers(peft_config.layers_to_transform, shape.num_layers)
+        weights = fingerprint(model)
         if peft_config._plan is not None:
-            peft_config._plan.check(shape.num_layers, shape.num_heads, fingerprint(model))
+            peft_config._plan.check(shape.num_layers, shape.num_heads, weights)
         elif peft_config.heads != "all":
             _check_heads(peft_config.heads, shape.num_layers, shape.num_heads)
+        _check_branch(peft_config, shape.num_layers, shape.num_heads)
+        _check_base(peft_config, weights)
 
     def _create_and_replace(
         self,
@@ -65,13 +68,17 @@ class DexModel(BaseTuner):
         state_dict: dict[str, Tensor],
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """What is saved: the adapter, without those copies that still equal the base's own weights."""
+        """What is saved: the adapter; before its first step, without the copies, which still are the base's."""
         saved = super()._get_adapter_state_dict(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
         )
         if any(isinstance(module, DexLayer) and module.merged for module in model.modules()):
             return saved  # a merged base equals the copies because it was made from them
-        return {key: value for key, value in saved.items() if not _is_base_weight(key, value, state_dict)}
+        return {
+            key: value
+            for key, value in saved.items()
+            if not (_is_base_weight(key, value, state_dict) and _is_untrained(key, saved, adapter_name))
+        }
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -85,7 +92,9 @@ class DexModel(BaseTuner):
         prefixes = _get_tuner_state_dict_key_prefixes(model, adapter_name=adapter_name)
         expected = set(_filter_state_dict_by_key_prefixes(own, prefixes))
         unexpected = sorted(key for key in loaded if key not in expected)
-        missing = sorted(key for key in expected if key not in loaded and _base_key(key) not in own)
+        missing = sorted(
+            key for key in expected if key not in loaded and not _is_untrained(key, loaded, adapter_name)
+        )
         if missing or unexpected:
             raise DexError(
                 f"The adapter does not fit its configuration: missing tensors {missing or 'none'}, "
@@ -106,6 +115,12 @@ def _base_key(key: str) -> str:
     """'….k_proj.dex_weight.default' → '….k_proj.base_layer.weight'; of any other key, a key that is not there."""
     layer, _, name = key.rpartition(".dex_")
     return f"{layer}.base_layer.{name.partition('.')[0]}"
+
+
+def _is_untrained(key: str, adapter: dict[str, Tensor], adapter_name: str) -> bool:
+    """Whether `key` is a copy of a base weight in a layer that has done no optimiser step yet."""
+    step = adapter.get(f"{key.rpartition('.dex_')[0]}.dex_step.{adapter_name}")
+    return (".dex_weight." in key or ".dex_bias." in key) and step is not None and not step.any()
 
 
 def _is_base_weight(key: str, value: Tensor, state_dict: dict[str, Tensor]) -> bool:
@@ -131,6 +146,27 @@ def _check_heads(heads: Any, num_layers: int, num_heads: int) -> None:
             raise DexError(
                 f"heads lists {chosen} for layer {layer_idx}, not a choice among the heads 0 to {num_heads - 1}."
             )
+
+
+def _check_branch(config: DexConfig, num_layers: int, num_heads: int) -> None:
+    """Refuse an adapter that would have no branch at all although its schedule asks for one."""
+    layers = config.layers_to_transform if isinstance(config.layers_to_transform, list) else range(num_layers)
+    if config.schedule != "off" and not any(config.layer_heads(layer, num_heads) for layer in layers):
+        raise DexError(
+            f"No adapted layer has a selected head, so schedule={config.schedule!r} has nothing to act on; "
+            "choose heads, or use schedule='off'."
+        )
+
+
+def _check_base(config: DexConfig, weights: str) -> None:
+    """Tie the adapter to the weights it is first attached to; a copy of K, V and O means nothing on others."""
+    if config.base_fingerprint is None:
+        config.base_fingerprint = weights
+    elif config.base_fingerprint != weights:
+        raise DexError(
+            f"The adapter belongs to a base whose weights have the fingerprint {config.base_fingerprint} "
+            f"({config.base_model_name_or_path}), but this model's have {weights}; load the adapter's own base."
+        )
 
 
 def dex_outputs(model: nn.Module) -> list[DexOutput]:

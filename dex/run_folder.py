@@ -1,0 +1,102 @@
+"""The folder of a run: what is in it, when it may be used, and what it was started with.
+
+recipe.yaml       the recipe, every default written out
+inputs.json       the base and the data that the run began with
+heads.json        the head plan
+log.jsonl         one line per logged step
+checkpoints/      checkpoint-N, each whole: written beside its place, then renamed
+adapter/          the trained adapter, with the tokenizer
+held_out.json     its loss on every held-out block, as `dex eval` writes it
+result.json       the figures of the finished run
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dex.errors import DexError
+from dex.heads import HeadPlan
+from dex.output import write_json, write_whole
+from dex.recipe import Recipe, load_recipe
+
+CONTENT = ("recipe.yaml", "inputs.json", "heads.json", "log.jsonl", "checkpoints", "adapter", "held_out.json")
+RESULT = "result.json"
+
+# What a run may go on with although it changed: where it lies, and how often it speaks and saves.
+NOT_COMPARED = ("output", "run.keep_last", "run.save_every", "run.eval_every", "run.log_every")
+
+
+def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
+    """The result of a finished run, or None where there is work to do. Nothing is written or deleted here.
+
+    Raises DexError for the folder of another run, unless `force`, and for a folder that is no run.
+    """
+    saved = run / "recipe.yaml"
+    if run.exists() and not saved.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise DexError(f"{run} is not empty and is not a run of dex (no recipe.yaml); choose another output.")
+    if force or not saved.exists():
+        return None
+    _refuse_another_recipe(run, load_recipe(saved), recipe)
+    result = run / RESULT
+    return json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
+
+
+def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan | None, force: bool) -> None:
+    """Write what the run begins with, once everything is there and fits; check it where the run goes on.
+
+    `force` deletes the run that was there, and nothing else that lies in the folder.
+    """
+    if force:
+        delete_run(run)
+    saved = run / "inputs.json"
+    if saved.exists():
+        _refuse_other_inputs(run, json.loads(saved.read_text(encoding="utf-8")), inputs)
+        return
+    write_whole(run / "recipe.yaml", recipe.to_yaml())
+    if plan is not None:
+        plan.save(run / "heads.json", force=True)
+    write_json(saved, inputs)
+
+
+def delete_run(run: Path) -> None:
+    for name in (*CONTENT, RESULT):
+        path = run / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _refuse_another_recipe(run: Path, before: Recipe, now: Recipe) -> None:
+    differing = [
+        found for found in differences(before.model_dump(), now.model_dump()) if found[0] not in NOT_COMPARED
+    ]
+    if differing:
+        key, was, is_now = differing[0]
+        more = f" (and {len(differing) - 1} more keys)" if len(differing) > 1 else ""
+        raise DexError(
+            f"{run} holds a run with {key}={was!r}, but this recipe has {is_now!r}{more}; "
+            "choose another output, or pass --force to start it again."
+        )
+
+
+def _refuse_other_inputs(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for key, was, is_now in differences(before, now):
+        raise DexError(
+            f"{run} began with {key} {was}, but it is {is_now} now, so the run cannot go on exactly; "
+            "put the base or the data back, or pass --force to start it again."
+        )
+
+
+def differences(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """(key path, value before, value now) of everything that differs in two nested dicts."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [
+            found
+            for key in sorted(before.keys() | now.keys())
+            for found in differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [] if before == now else [(path, before, now)]

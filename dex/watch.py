@@ -1,0 +1,107 @@
+"""What watches a run: its log.jsonl, its progress bar, its held-out losses on the way, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dex.console import Bar, say
+from dex.evaluate.perplexity import Blocks, held_out_losses, summarise
+from dex.output import write_whole
+from dex.recipe import Recipe
+
+
+class Watch(TrainerCallback):
+    """The Trainer callback of `dex train`."""
+
+    def __init__(self, recipe: Recipe, blocks: Blocks, log: Path) -> None:
+        self.recipe, self.blocks, self.log = recipe, blocks, log
+        self.interrupted = False
+        self._bar = Bar("training", recipe.run.tokens, "tokens")
+        self._training_seconds = 0.0
+        self._trained_tokens = 0
+        self._step_began = 0.0
+
+    def bar(self, checkpoint: str | None) -> Bar:
+        done = int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0
+        self._drop_log_after(done)
+        self._bar = Bar("training", self.recipe.run.tokens, "tokens", start=done * self.recipe.run.batch_tokens)
+        return self._bar
+
+    def tokens_per_second(self) -> float | None:
+        """Of the training steps alone, evaluation and saving left out; None if this process made none."""
+        return self._trained_tokens / self._training_seconds if self._training_seconds else None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        def stop_after_this_step(number: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            signal.signal(signal.SIGINT, self._previous)  # a second Ctrl-C stops at once
+            say("stopping after this step and saving a checkpoint; Ctrl-C again stops at once")
+
+        self._previous = signal.signal(signal.SIGINT, stop_after_this_step)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._step_began = time.monotonic()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        run = self.recipe.run
+        tokens = state.global_step * run.batch_tokens
+        self._training_seconds += time.monotonic() - self._step_began
+        self._trained_tokens += run.batch_tokens
+        self._bar.update(tokens, self._figures(state))
+        if self.recipe.eval_steps and state.global_step % self.recipe.eval_steps == 0 and tokens < run.tokens:
+            loss, _perplexity = summarise(held_out_losses(model, self.blocks, run.micro_batch, "held-out part"))
+            self.write({"step": state.global_step, "tokens": tokens, "held_out_loss": loss._asdict()})
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs and "loss" in logs:
+            tokens = state.global_step * self.recipe.run.batch_tokens
+            figures = {name: value for name, value in logs.items() if name != "epoch"}
+            rate = self.tokens_per_second()
+            self.write({"step": state.global_step, "tokens": tokens, **figures, "tokens_per_second": rate})
+
+    def _figures(self, state: TrainerState) -> str:
+        last = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
+        if last is None:
+            return ""
+        lam = [value for value in last.get("lam", []) if value]
+        spread = f", λ {min(lam):.4f} to {max(lam):.4f}" if lam else ""
+        return f"loss {last['loss']:.3f}{spread}"
+
+    def write(self, entry: dict[str, Any]) -> None:
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def _drop_log_after(self, step: int) -> None:
+        """A run that goes on from step N writes the steps after N again."""
+        if not self.log.exists():
+            return
+        kept = []
+        for line in self.log.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # the line that a kill cut
+                continue
+            if entry["step"] <= step:
+                kept.append(line)
+        write_whole(self.log, "".join(line + "\n" for line in kept))
