@@ -43,7 +43,7 @@ INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 def _refuse_beside(context: typer.Context, option: str, others: Sequence[str]) -> None:
     """An option that another one makes idle is a mistake, not something to ignore."""
-    given = [name for name in others if context.get_parameter_source(name).name == "COMMANDLINE"]
+    given = [name for name in others if _was_given(context, name)]
     if given:
         name = given[0].replace("_", "-")
         raise typer.BadParameter(f"has no effect beside {option}; leave one of them out", param_hint=f"--{name}")

@@ -111,6 +111,40 @@ def test_accelerate_with_accumulation_advances_t_once_per_update() -> None:
     assert counted(model) == {3}
 
 
+def test_two_optimisers_that_share_an_adapter_count_once() -> None:
+    model = attach(anneal_steps=4)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    matrices, rest = (torch.optim.AdamW([p for p in trained if (p.ndim == 2) is flat]) for flat in (True, False))
+    matrices.step()
+    rest.step()
+    assert counted(model) == {1}
+
+
+def test_a_step_that_a_gradient_scaler_skips_does_not_count() -> None:
+    model = attach(anneal_steps=4)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    for found_inf, expected in ((1.0, 0), (0.0, 1)):
+        optimizer.found_inf = torch.tensor(found_inf)  # as torch.amp.GradScaler does for a fused optimiser
+        optimizer.step()
+        assert counted(model) == {expected}
+
+
+def test_the_callback_serves_a_model_that_transformers_loaded(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, dex.DexConfig(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".dex_" in name)
+    trainer(model, tmp_path, 4, save_strategy="no").train()
+    assert counted(model) == {4}
+    assert model.peft_config["default"].anneal_steps == 2
+
+
 def test_an_optimiser_of_something_else_advances_nothing() -> None:
     model = attach(anneal_steps=4)
     other = torch.nn.Parameter(torch.ones(1))

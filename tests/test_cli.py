@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -126,6 +127,10 @@ MISTAKES = [
     (("eval", "{base}", "-o", "{tmp}/e", "--suite", "lm"), 2, "lm"),
     (("eval", "-o", "{tmp}/e"), 2, "MODEL"),
     (("eval", "{base}", "-o", "{tmp}/e", "--held-out", "2"), 1, "held_out"),
+    (("eval", "{base}", "-o", "{tmp}/e", "--recipe", "{bad}", "--block", "9"), 2, "no effect beside --recipe"),
+    (("convert", "{base}", "-o", "{tmp}/a", "--plan", "p.json", "--criterion", "all"), 2, "beside --plan"),
+    (("convert", "{base}", "-o", "{tmp}/a", "--criterion", "none"), 1, "nothing to act on"),
+    (("heads", "{base}", "-o", "{tmp}"), 1, "is a folder"),
     (("bogus",), 2, "bogus"),
 ]
 
@@ -151,6 +156,20 @@ def test_a_mistake_in_a_real_process_shows_no_traceback(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == f"dex: {tmp_path}/none is not an adapter: no readable adapter_config.json is there.\n"
+
+
+def test_ctrl_c_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    command = [str(Path(sys.executable).with_name("dex")), "heads", str(base), "-o", str(tmp_path / "plan.json")]
+    scoring = subprocess.Popen([*command, "--sequences", "4000", "--length", "64"], stderr=subprocess.PIPE, text=True)
+    assert scoring.stderr is not None
+    first = scoring.stderr.readline()  # it is at work
+    scoring.send_signal(signal.SIGINT)
+    _, said = scoring.communicate(timeout=60)
+    assert scoring.returncode == 1
+    assert "interrupted" in said, first + said
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_an_error_with_json_is_one_json_object(run: Any, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_the_demo_runs_and_does_nothing_twice(tmp_path: Path) -> None:
     first = demo(tmp_path / "runs")
     assert first.returncode == 0, first.stderr
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.safetensors")}
-    for said in ("control: K, V, O trained alone", "Dex, folded", "Certificate", "inert", "Before:", "After:"):
+    for said in ("control: K, V, O trained alone", "Dex, folded", "Certificate", "its branch", "Before:", "After:"):
         assert said in first.stdout
     second = demo(tmp_path / "runs")
     assert second.returncode == 0, second.stderr

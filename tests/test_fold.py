@@ -179,6 +179,21 @@ def test_an_output_that_holds_something_is_not_overwritten(tmp_path: Path) -> No
     assert (tmp_path / "folded" / "mine.txt").read_text() == "mine"
 
 
+def test_force_replaces_only_a_folder_that_fold_wrote(tmp_path: Path) -> None:
+    adapter = trained_adapter(tmp_path)
+    with pytest.raises(dex.DexError, match=r"certificate\.json"):
+        fold(str(adapter), adapter, force=True)
+    assert (adapter / "adapter_config.json").exists()
+
+
+def test_an_adapter_is_not_folded_into_other_weights_than_its_bases(tmp_path: Path) -> None:
+    adapter = trained_adapter(tmp_path)
+    shutil.rmtree(tmp_path / "base")
+    write_tiny(tmp_path / "base", seed=8)
+    with pytest.raises(dex.DexError, match="fingerprint"):
+        fold(str(adapter), tmp_path / "folded")
+
+
 def test_the_cards_name_no_local_path_as_base_model(tmp_path: Path) -> None:
     adapter = trained_adapter(tmp_path)
     fold(str(adapter), tmp_path / "folded")

@@ -20,12 +20,13 @@ import dex
 from dex.layer import apply_branch
 from dex.method import DexOutput, dex_outputs, set_anneal_steps
 
-BRANCH = {"heads": [[0, 2], [1, 3], [0, 1]], "anneal_steps": 4}
+BRANCH = {"heads": [[0, 2], [1, 3], [0, 1]]}
 
 
 def attach(model: Any, adapter: str = "default", **options: Any) -> Any:
     torch.manual_seed(1)
-    config = dex.DexConfig(task_type="CAUSAL_LM", **{**BRANCH, **options})
+    annealed = {"anneal_steps": 4} if options.get("schedule", "paper") in ("paper", "land") else {}
+    config = dex.DexConfig(task_type="CAUSAL_LM", **{**BRANCH, **annealed, **options})
     return get_peft_model(model, config, adapter_name=adapter)
 
 
@@ -226,14 +227,25 @@ def test_saving_while_merged_keeps_the_trained_copies(tmp_path: Path) -> None:
     assert sum("dex_weight" in name for name in saved) == 9
 
 
-@pytest.mark.parametrize("change", ["missing", "unexpected"])
+def test_an_adapter_belongs_to_the_weights_it_was_made_on(tmp_path: Path) -> None:
+    attach(tiny_model("llama")).save_pretrained(tmp_path)
+    PeftModel.from_pretrained(tiny_model("llama", dtype=torch.bfloat16), tmp_path)
+    other = tiny_model("llama")
+    with torch.no_grad():
+        other.model.layers[2].mlp.down_proj.weight.mul_(1.5)
+    with pytest.raises(dex.DexError, match="fingerprint"):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
+@pytest.mark.parametrize("change", ["w_d is missing", "a trained copy is missing", "unexpected"])
 def test_an_adapter_file_that_does_not_fit_is_refused_with_the_names(tmp_path: Path, change: str) -> None:
     from safetensors.torch import save_file
 
     train(attach(tiny_model("llama"))).save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     saved = load_file(file)
-    name = next(n for n in saved if n.endswith("dex_w_d"))
+    ending = "v_proj.dex_weight" if "copy" in change else "dex_w_d"
+    name = next(n for n in saved if n.endswith(ending))
     tensor = saved.pop(name)
     if change == "unexpected":
         saved[name] = tensor
@@ -413,6 +425,10 @@ def test_saved_configuration_is_plain_json(tmp_path: Path) -> None:
         ({"schedule": "fixed"}, "kaiming"),
         ({"schedule": "paper", "w_d_init": "zeros", "anneal_steps": 1}, "never leaves 0"),
         ({"lam": 0.5}, "no effect"),
+        ({"schedule": "fixed", "w_d_init": "zeros", "anneal_steps": 3}, "no effect"),
+        ({"heads": [[], [], []]}, "nothing to act on"),
+        ({"layers_to_transform": [0], "heads": [[], [1], [2]]}, "nothing to act on"),
+        ({"target_modules": ["q_proj"]}, "cannot be chosen"),
         ({"anneal_steps": 0}, "anneal_steps=0"),
         ({"heads": [[0], [1]]}, "2 lists, but the model has 3 layers"),
         ({"heads": [[0], [1], [4]]}, "heads 0 to 3"),
