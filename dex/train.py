@@ -190,14 +190,14 @@ class DexTrainer(Trainer):
         if newest:
             say(f"going on from {newest}")
         try:
-            with self.watch.bar(newest):
+            with self.watch.bar(newest), self.watch.ctrl_c():
                 self.train(resume_from_checkpoint=newest)
         except OSError as error:
             raise DexError(
                 f"The run stopped: {error.strerror or error} ({error.filename or self.run_folder}). Its checkpoints "
                 "are whole; make room and run the same command to go on."
             ) from error
-        if self.watch.interrupted:
+        if self.watch.interrupted and self.state.global_step < self.recipe.steps:
             raise DexError(
                 f"Interrupted after step {self.state.global_step} of {self.recipe.steps}; the checkpoint is in "
                 f"{checkpoints}: run the same command to go on."

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,16 +41,23 @@ class Watch(TrainerCallback):
         """Of the training steps alone, evaluation and saving left out; None if this process made none."""
         return self._trained_tokens / self._training_seconds if self._training_seconds else None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    @contextmanager
+    def ctrl_c(self) -> Iterator[None]:
+        """The first Ctrl-C ends the run after its step, with a checkpoint; a second one stops at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may handle signals
+            return
+
         def stop_after_this_step(number: int, frame: FrameType | None) -> None:
             self.interrupted = True
-            signal.signal(signal.SIGINT, self._previous)  # a second Ctrl-C stops at once
+            signal.signal(signal.SIGINT, before)
             say("stopping after this step and saving a checkpoint; Ctrl-C again stops at once")
 
-        self._previous = signal.signal(signal.SIGINT, stop_after_this_step)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        before = signal.signal(signal.SIGINT, stop_after_this_step)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._step_began = time.monotonic()
