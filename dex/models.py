@@ -44,6 +44,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from dex.errors import DexError
+from dex.tokenizer import without_truncation_or_padding
 
 SUPPORTED = ("llama", "qwen2", "qwen3")  # transformers' `model_type` and GGUF's `general.architecture` alike
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -163,7 +164,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write tokenizer and chat template, without the truncation and padding that a call may have set."""
-    with _no_truncation_or_padding(tokenizer):
+    with without_truncation_or_padding(tokenizer):
         tokenizer.save_pretrained(folder)
 
 
@@ -562,25 +563,6 @@ def _generation_config_set_aside(model: PreTrainedModel) -> Iterator[GenerationC
         yield generation_config
     finally:
         model.generation_config = generation_config
-
-
-@contextmanager
-def _no_truncation_or_padding(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Switch off, for a while, what a call with truncation= or padding= left set; tokenizer.json would keep it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        yield
-        return
-    truncation, padding = backend.truncation, backend.padding
-    backend.no_truncation()
-    backend.no_padding()
-    try:
-        yield
-    finally:
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
-        if padding is not None:
-            backend.enable_padding(**padding)
 
 
 # Words and noise

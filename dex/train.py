@@ -99,27 +99,6 @@ def _say_passes(recipe: Recipe, data: Prepared) -> None:
         say(f"the data packs into {there:,} tokens, so the run goes over it {recipe.run.tokens / there:.1f} times")
 
 
-def _refuse_another_recipe(run: Path, before: Recipe, now: Recipe) -> None:
-    differing = _differing_keys(before.model_dump(), now.model_dump())
-    if differing:
-        key, was, is_now = differing[0]
-        more = f" (and {len(differing) - 1} more keys)" if len(differing) > 1 else ""
-        raise DexError(
-            f"{run} holds a run with {key}={was!r}, but this recipe has {is_now!r}{more}; "
-            "choose another output, or pass --force to start it again."
-        )
-
-
-def _differing_keys(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        return [
-            found
-            for key in sorted(before.keys() | now.keys())
-            for found in _differing_keys(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-        ]
-    return [] if before == now else [(path, before, now)]
-
-
 def _head_plan(run: Path, recipe: Recipe, base: LoadedModel, force: bool) -> HeadPlan | None:
     if recipe.method.schedule == "off":
         return None

@@ -6,13 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dex.data.sources import Document
 from dex.errors import DexError
+from dex.tokenizer import without_truncation_or_padding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +106,7 @@ def _cut(text: str, start: int) -> int:
 
 
 def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> list[list[int]]:
-    with _unaltered(tokenizer):
+    with without_truncation_or_padding(tokenizer):
         encoding = tokenizer(
             texts,
             add_special_tokens=add_special_tokens,
@@ -117,23 +117,6 @@ def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_token
             verbose=False,
         )
     return encoding["input_ids"]
-
-
-@contextmanager
-def _unaltered(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Give the tokenizer its truncation and padding back: a call without them clears them for good."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        yield
-        return
-    truncation, padding = backend.truncation, backend.padding
-    try:
-        yield
-    finally:
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
-        if padding is not None:
-            backend.enable_padding(**padding)
 
 
 def _one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
