@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
 from peft import PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 
@@ -57,7 +58,8 @@ def read_adapter_config(adapter: str) -> DexConfig:
     try:
         config = PeftConfig.from_pretrained(adapter)
     except (ValueError, KeyError, TypeError, OSError) as error:
-        if not Path(adapter).exists() and isinstance(error.__cause__, Exception):
+        on_hub = not Path(adapter).exists() and not isinstance(error.__cause__, HFValidationError)
+        if on_hub and error.__cause__ is not None:
             with hub_errors_explained(adapter, None):
                 raise error.__cause__ from None
         raise DexError(f"{adapter} is not an adapter: no readable adapter_config.json is there.") from error

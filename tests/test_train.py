@@ -67,6 +67,7 @@ def test_a_run_writes_its_recipe_plan_log_adapter_and_result(tmp_path: Path) -> 
     names = {path.name for path in run.iterdir()}
     assert names == {
         "recipe.yaml",
+        "inputs.json",
         "heads.json",
         "log.jsonl",
         "checkpoints",
