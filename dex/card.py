@@ -59,7 +59,7 @@ def _write(folder: Path, template: str, source: ModelSource, **facts: Any) -> No
     )
     base = {
         "base_model": hub_id(source),
-        "base_id": source.id,
+        "base_id": source.id if source.commit or source.id in EMBEDDED else Path(source.id).name,
         "commit": source.commit,
         "gguf": EMBEDDED[source.id].file if source.id in EMBEDDED else None,
         "dex_version": __version__,
