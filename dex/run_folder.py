@@ -41,7 +41,7 @@ def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
         return None
     _refuse_another_recipe(run, load_recipe(saved), recipe)
     result = run / RESULT
-    return json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
+    return _read(result) if result.exists() else None
 
 
 def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan | None, force: bool) -> None:
@@ -53,12 +53,22 @@ def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan 
         delete_run(run)
     saved = run / "inputs.json"
     if saved.exists():
-        _refuse_other_inputs(run, json.loads(saved.read_text(encoding="utf-8")), inputs)
+        _refuse_other_inputs(run, _read(saved), inputs)
         return
     write_whole(run / "recipe.yaml", recipe.to_yaml())
     if plan is not None:
         plan.save(run / "heads.json", force=True)
     write_json(saved, inputs)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DexError(
+            f"{path} is damaged ({error}); delete it, and run the same command to make it again."
+        ) from error
+    return value
 
 
 def delete_run(run: Path) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import transformers
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -171,6 +173,14 @@ class DexTrainer(Trainer):
         try:
             with self.watch.bar(newest), self.watch.ctrl_c():
                 self.train(resume_from_checkpoint=newest)
+        except (SafetensorError, EOFError, UnpicklingError, RuntimeError) as error:
+            # torch.load says that a file is cut off with a RuntimeError of its reader.
+            if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+                raise
+            raise DexError(
+                f"{newest} is damaged ({str(error).splitlines()[0]}); delete it and run the same command to go on from "
+                "the checkpoint before it."
+            ) from error
         except OSError as error:
             raise DexError(
                 f"The run stopped: {error.strerror or error} ({error.filename or self.run_folder}). Its checkpoints "

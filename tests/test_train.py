@@ -177,6 +177,32 @@ def test_accumulation_gives_the_loss_and_update_of_one_large_batch(
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, file: str) -> None:
+    import shutil
+
+    train(recipe(tmp_path))
+    expected = adapter(tmp_path / "run")
+    keep_only_checkpoint(tmp_path / "run", 6)
+    shutil.copytree(
+        tmp_path / "run" / "checkpoints" / "checkpoint-6", tmp_path / "run" / "checkpoints" / "checkpoint-7"
+    )
+    damaged = tmp_path / "run" / "checkpoints" / "checkpoint-7" / file
+    damaged.write_bytes(damaged.read_bytes()[:-50])
+    with pytest.raises(DexError, match="checkpoint-7 is damaged"):
+        train(recipe(tmp_path))
+    shutil.rmtree(damaged.parent)
+    train(recipe(tmp_path))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+
+
+def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+    train(recipe(tmp_path))
+    (tmp_path / "run" / "result.json").write_text("{")
+    with pytest.raises(DexError, match=r"result\.json is damaged"):
+        train(recipe(tmp_path))
+
+
 def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     train(recipe(tmp_path))
     keep_only_checkpoint(tmp_path / "run", 4)
