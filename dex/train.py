@@ -178,8 +178,8 @@ class DexTrainer(Trainer):
             if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
                 raise
             raise DexError(
-                f"{newest} is damaged ({str(error).splitlines()[0]}); delete it and run the same command to go on from "
-                "the checkpoint before it."
+                f"{newest} is damaged ({str(error).splitlines()[0]}); delete it and run the same command "
+                "to go on from the checkpoint before it."
             ) from error
         except OSError as error:
             raise DexError(
