@@ -36,7 +36,7 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Text = Annotated[str, typer.Option(help="Text: a file, a folder, a Hub data set or 'pydoc'.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 
@@ -209,7 +209,7 @@ def evaluate(
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 256,
     held_out: Annotated[float, typer.Option(help="Share of the documents that is held out.")] = 0.1,
     tokens: Annotated[int | None, typer.Option(help="Evaluate on at most so many tokens.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Blocks in one forward pass.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks in one forward pass.")] = 4,
     dtype: Dtype = "auto",
     force: Force = False,
     as_json: Json = False,

@@ -10,10 +10,11 @@ The certificate: a fresh process that does not import dex loads the written fold
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,9 @@ def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False
     input_ids, fingerprint = calibration(Source(text), base.tokenizer, BLOCKS, LENGTH)
     layout = _layout(base.model)
     rounding = None if dtype == torch.float32 else _rounding_of(base, config, input_ids)
-    with tempfile.TemporaryDirectory() as scratch, whole_folder(output, force, MADE_HERE) as partial:
+    with whole_folder(output, force, MADE_HERE) as partial, _scratch(output) as scratch:
         attached = load_onto(base, adapter)
-        attached_logits = Path(scratch) / "attached"
+        attached_logits = scratch / "attached"
         _write_logits(attached, input_ids, attached_logits)
         branch = branch_state(attached, input_ids[0])
         say("folding")
@@ -85,8 +86,8 @@ def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False
         _check_layout(folded, layout)
         save_model(folded, base.tokenizer, partial)
         say("certifying: a fresh process without dex loads the folder")
-        witness = _ask_witness(partial, input_ids, Path(scratch), dtype)
-        measured = agreement(_pairs(attached_logits, Path(scratch) / "folded", len(input_ids)))
+        witness = _ask_witness(partial, input_ids, scratch, dtype)
+        measured = agreement(_pairs(attached_logits, scratch / "folded", len(input_ids)))
         certificate = {
             "passed": _passes(measured, rounding),
             "dtype": str(dtype).removeprefix("torch."),
@@ -101,6 +102,18 @@ def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False
         write_json(partial / MADE_HERE, certificate)
         write_folded_card(partial, base.source, certificate, branch)
     return certificate
+
+
+@contextmanager
+def _scratch(output: Path) -> Iterator[Path]:
+    """A folder for logits beside the output, where there must be room anyway."""
+    scratch = output.parent / f".{output.name}.scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _layout(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:

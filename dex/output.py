@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ def refuse_to_overwrite(path: Path, force: bool, made_here: str | None = None) -
 
     With `force`, a folder is replaced only if it holds the file `made_here`, the mark of the command's own output.
     """
+    refuse_file_above(path)
     if not path.exists() or (path.is_dir() and not any(path.iterdir()) and path.resolve() != Path.cwd()):
         return
     if path.resolve() == Path.cwd():
@@ -67,8 +68,18 @@ def _replace_folder(partial: Path, path: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
+def refuse_file_above(path: Path) -> None:
+    """Raise if a folder that `path` would lie in is a file."""
+    for parent in path.absolute().parents:
+        if parent.exists() and not parent.is_dir():
+            raise DexError(
+                f"{path} cannot be written, since {parent} is a file and not a folder; name another output."
+            )
+
+
 def refuse_to_overwrite_file(path: Path, force: bool) -> None:
     """The same for a file."""
+    refuse_file_above(path)
     if path.is_dir():
         raise DexError(f"{path} is a folder, and the output is a file; name a file.")
     if path.exists() and not force:
@@ -86,7 +97,8 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         raise DexError(f"{path} could not be written: {error.strerror or error}.") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it would hide the error that brought us here
+            partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -12,14 +12,19 @@ result.json       the figures of the finished run
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from dex.errors import DexError
 from dex.heads import HeadPlan
-from dex.output import write_json, write_whole
+from dex.output import refuse_file_above, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 
 CONTENT = ("recipe.yaml", "inputs.json", "heads.json", "log.jsonl", "checkpoints", "adapter", "held_out.json")
@@ -29,11 +34,24 @@ RESULT = "result.json"
 NOT_COMPARED = ("output", "run.keep_last", "run.save_every", "run.eval_every", "run.log_every")
 
 
+@contextmanager
+def used_alone(run: Path, locks: Path) -> Iterator[None]:
+    """Keep a second `dex train` out of the run's folder. The lock goes with the process, however it ends."""
+    name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        with FileLock(locks / f".run-{name}.lock", timeout=0):
+            yield
+    except Timeout:
+        raise DexError(f"Another dex train is using {run}; wait for it, or choose another output.") from None
+
+
 def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
     """The result of a finished run, or None where there is work to do. Nothing is written or deleted here.
 
     Raises DexError for the folder of another run, unless `force`, and for a folder that is no run.
     """
+    refuse_file_above(run)
     saved = run / "recipe.yaml"
     if run.exists() and not saved.exists() and (not run.is_dir() or any(run.iterdir())):
         raise DexError(f"{run} is not empty and is not a run of dex (no recipe.yaml); choose another output.")
@@ -41,7 +59,10 @@ def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
         return None
     _refuse_another_recipe(run, load_recipe(saved), recipe)
     result = run / RESULT
-    return _read(result) if result.exists() else None
+    there = (
+        result.exists() and (run / "adapter" / "adapter_config.json").exists() and (run / "held_out.json").exists()
+    )
+    return _read(result) if there else None
 
 
 def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan | None, force: bool) -> None:
@@ -54,7 +75,8 @@ def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan 
     saved = run / "inputs.json"
     if saved.exists():
         _refuse_other_inputs(run, _read(saved), inputs)
-        return
+    elif (run / "checkpoints").exists():
+        raise DexError(f"{saved} is gone, so the run cannot go on exactly; pass --force to start it again.")
     write_whole(run / "recipe.yaml", recipe.to_yaml())
     if plan is not None:
         plan.save(run / "heads.json", force=True)
@@ -64,6 +86,8 @@ def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan 
 def _read(path: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not value or not isinstance(value, dict):
+            raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:
         raise DexError(
             f"{path} is damaged ({error}); delete it, and run the same command to make it again."

@@ -17,10 +17,10 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from dex import __version__
 from dex.adapter import attach, save_adapter
+from dex.checkpoints import damaged, kept, newest_checkpoint, sorted_checkpoints, step_of
 from dex.console import say
 from dex.convert import Choice, choose_heads
 from dex.data import Prepared, RunOrder
@@ -34,14 +34,19 @@ from dex.method.callback import INERT_BELOW, DexCallback, branch_state
 from dex.models import LoadedModel, fingerprint, load_model
 from dex.output import whole_folder, write_json
 from dex.recipe import PlannedHeads, Recipe
-from dex.run_data import held_out_blocks, prepare_data, sources
-from dex.run_folder import open_run, start_run
+from dex.run_data import cache_dir, held_out_blocks, prepare_data, sources
+from dex.run_folder import open_run, start_run, used_alone
 from dex.watch import Watch
 
 
 def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
     """Run a recipe, from its start or from its newest checkpoint; returns what result.json holds."""
     run = Path(recipe.output)
+    with used_alone(run, cache_dir()):
+        return _train(recipe, run, force)
+
+
+def _train(recipe: Recipe, run: Path, force: bool) -> dict[str, Any]:
     finished = open_run(run, recipe, force)
     if finished is not None:
         say(f"{run} is finished already; --force starts it again")
@@ -167,24 +172,21 @@ class DexTrainer(Trainer):
         """Train from the newest whole checkpoint, if there is one. Ctrl-C saves a checkpoint and stops."""
         checkpoints = self.run_folder / "checkpoints"
         shutil.rmtree(checkpoints / ".saving", ignore_errors=True)  # what a kill left
-        newest = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+        newest = newest_checkpoint(checkpoints, self.recipe.steps)
         if newest:
             say(f"going on from {newest}")
         try:
-            with self.watch.bar(newest), self.watch.ctrl_c():
-                self.train(resume_from_checkpoint=newest)
+            with self.watch.bar(step_of(newest) if newest else 0), self.watch.ctrl_c():
+                self.train(resume_from_checkpoint=str(newest) if newest else None)
         except (SafetensorError, EOFError, UnpicklingError, RuntimeError) as error:
             # torch.load says that a file is cut off with a RuntimeError of its reader.
-            if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            if newest is None or (isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error)):
                 raise
-            raise DexError(
-                f"{newest} is damaged ({str(error).splitlines()[0]}); delete it and run the same command "
-                "to go on from the checkpoint before it."
-            ) from error
+            raise damaged(newest, error) from error
         except OSError as error:
             raise DexError(
-                f"The run stopped: {error.strerror or error} ({error.filename or self.run_folder}). Its checkpoints "
-                "are whole; make room and run the same command to go on."
+                f"The run stopped: {error.strerror or error} ({error.filename or self.run_folder}); "
+                f"{kept(checkpoints)}. Make room and run the same command to go on."
             ) from error
         if self.watch.interrupted and self.state.global_step < self.recipe.steps:
             raise DexError(
@@ -202,8 +204,8 @@ class DexTrainer(Trainer):
         loss = causal_lm_loss(model, num_targets=num_items_in_batch, **inputs)
         if not torch.isfinite(loss):
             raise DexError(
-                f"The loss of step {self.state.global_step + 1} is {loss.item()}; the run stopped before the update. "
-                f"The last good checkpoint is in {self.run_folder / 'checkpoints'}; try a lower run.lr."
+                f"The loss of step {self.state.global_step + 1} is {loss.item()}; the run stopped before the update; "
+                f"{kept(self.run_folder / 'checkpoints')}. Try a lower run.lr, with another output or --force."
             )
         return loss
 
@@ -233,17 +235,13 @@ class DexTrainer(Trainer):
                     file.rename(partial / file.name)
         except (DexError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
             raise DexError(
-                f"{checkpoints / name} could not be written ({error}). Earlier checkpoints are whole; "
-                "make room and run the same command to go on."
+                f"{checkpoints / name} could not be written ({str(error).splitlines()[0]}); {kept(checkpoints)}. "
+                "Make room and run the same command to go on."
             ) from error
         finally:
             shutil.rmtree(self._get_output_dir(trial), ignore_errors=True)
-        for old in _sorted_checkpoints(checkpoints)[: -self.recipe.run.keep_last]:
+        for old in sorted_checkpoints(checkpoints)[: -self.recipe.run.keep_last]:
             shutil.rmtree(old)
-
-
-def _sorted_checkpoints(folder: Path) -> list[Path]:
-    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
 
 
 def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import threading
 import time
@@ -31,8 +32,8 @@ class Watch(TrainerCallback):
         self._trained_tokens = 0
         self._step_began = 0.0
 
-    def bar(self, checkpoint: str | None) -> Bar:
-        done = int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0
+    def bar(self, done: int) -> Bar:
+        """The progress bar of a run that has done so many steps."""
         self._drop_log_after(done)
         self._bar = Bar("training", self.recipe.run.tokens, "tokens", start=done * self.recipe.run.batch_tokens)
         return self._bar
@@ -106,12 +107,14 @@ class Watch(TrainerCallback):
         """A run that goes on from step N writes the steps after N again."""
         if not self.log.exists():
             return
-        kept = []
-        for line in self.log.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:  # the line that a kill cut
-                continue
-            if entry["step"] <= step:
-                kept.append(line)
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if _step_of(line) <= step]
         write_whole(self.log, "".join(line + "\n" for line in kept))
+
+
+def _step_of(line: str) -> float:
+    """The step of a log line; infinite for one that is damaged, as the line that a kill cut."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf

@@ -131,6 +131,11 @@ MISTAKES = [
     (("convert", "{base}", "-o", "{tmp}/a", "--plan", "p.json", "--criterion", "all"), 2, "beside --plan"),
     (("convert", "{base}", "-o", "{tmp}/a", "--criterion", "none"), 1, "nothing to act on"),
     (("heads", "{base}", "-o", "{tmp}"), 1, "is a folder"),
+    (("heads", "{base}", "-o", "{bad}/p.json"), 1, "is a file and not a folder"),
+    (("fold", "{base}", "-o", "{bad}/f"), 1, "is a file and not a folder"),
+    (("heads", "{base}", "-o", "{tmp}/p.json", "--held-out", "nan"), 1, "held-out share"),
+    (("heads", "{base}", "-o", "{tmp}/p.json", "--seed", "-1"), 2, "--seed"),
+    (("eval", "{base}", "-o", "{tmp}/e", "--batch-size", "0"), 2, "--batch-size"),
     (("bogus",), 2, "bogus"),
 ]
 

@@ -196,6 +196,52 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
     assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
 
 
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors"])
+def test_a_checkpoint_that_lacks_a_file_is_refused_not_gone_on_from(tmp_path: Path, file: str) -> None:
+    train(recipe(tmp_path))
+    keep_only_checkpoint(tmp_path / "run", 6)
+    (tmp_path / "run" / "checkpoints" / "checkpoint-6" / file).unlink()
+    with pytest.raises(DexError, match=f"checkpoint-6 is damaged .it has no {file}"):
+        train(recipe(tmp_path))
+
+
+def test_a_finished_run_without_its_adapter_makes_it_again(tmp_path: Path) -> None:
+    import shutil
+
+    train(recipe(tmp_path))
+    expected = adapter(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "checkpoint-old").mkdir()
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    train(recipe(tmp_path))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+
+
+def test_a_damaged_log_does_not_stop_a_resume(tmp_path: Path) -> None:
+    train(recipe(tmp_path))
+    keep_only_checkpoint(tmp_path / "run", 4)
+    with (tmp_path / "run" / "log.jsonl").open("ab") as file:
+        file.write(b'3\n{"a": 1}\n\xff\xfe\n{"step": 2, "lo')
+    train(recipe(tmp_path))
+    assert [entry["step"] for entry in log(tmp_path / "run") if "loss" in entry] == list(range(1, 9))
+
+
+def test_a_second_process_does_not_enter_a_run_that_is_used(tmp_path: Path) -> None:
+    from dex.run_data import cache_dir
+    from dex.run_folder import used_alone
+
+    with (
+        used_alone(tmp_path / "run", cache_dir()),
+        pytest.raises(DexError, match="Another dex train is using"),
+    ):
+        train(recipe(tmp_path))
+
+
+def test_an_output_below_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DexError, match="is a file and not a folder"):
+        train(recipe(tmp_path, "file/run"))
+
+
 def test_a_damaged_result_is_named(tmp_path: Path) -> None:
     train(recipe(tmp_path))
     (tmp_path / "run" / "result.json").write_text("{")
@@ -362,7 +408,7 @@ def test_a_full_disk_is_one_sentence_and_earlier_checkpoints_stay(tmp_path: Path
     done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert "make room and run the same command to go on" in done.stderr
+    assert "there is no earlier checkpoint. Make room and run the same command to go on" in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
     again = subprocess.run(command(tmp_path), capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr

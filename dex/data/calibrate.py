@@ -36,6 +36,8 @@ def calibration(
     """
     if sequences < 1 or length < 1:
         raise DexError(f"sequences and length must be at least 1, not {sequences} and {length}.")
+    if not 0 <= held_out < 1:
+        raise DexError(f"The held-out share is {held_out}; it must be at least 0 and below 1.")
     wanted, seen, skipped = sequences * length, 0, Skipped()
     pure, stream = list[Ids](), list[Ids]()
     texts = training_side(read_documents(source, skipped), held_out, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -81,6 +82,8 @@ class DexConfig(PeftConfig):
                 f"anneal_steps={self.anneal_steps} has no effect with schedule={self.schedule!r}; "
                 "it is for schedule='paper' and schedule='land'."
             )
+        if self.lam is not None and not math.isfinite(self.lam):
+            raise DexError(f"lam={self.lam} is not a finite number.")
         if self.lam is not None and self.schedule != "fixed":
             raise DexError(f"lam={self.lam} has no effect with schedule={self.schedule!r}; use schedule='fixed'.")
         if self.schedule == "off" and not self.train_kvo:
