@@ -53,8 +53,9 @@ def smollm2() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def half_of_the_heads(**options: Any) -> DexConfig:
-    return DexConfig(heads=[list(range(HEADS // 2))] * LAYERS, anneal_steps=1_000_000, **options)
+def half_of_the_heads(schedule: Any = "paper") -> DexConfig:
+    anneal_steps = 1_000_000 if schedule == "paper" else None
+    return DexConfig(heads=[list(range(HEADS // 2))] * LAYERS, schedule=schedule, anneal_steps=anneal_steps)
 
 
 def model_for(method: str) -> nn.Module:
