@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dex.adapter import load_onto, read_adapter_config
+from dex.agreement import Agreement, agreement
 from dex.card import write_folded_card
 from dex.console import say
 from dex.data import Source, calibration
@@ -36,31 +37,6 @@ from dex.output import refuse_to_overwrite, whole_folder, write_json
 FLOAT32_TOLERANCE = 1e-4  # of the largest logit
 MADE_HERE = "certificate.json"
 BLOCKS, LENGTH = 4, 256  # of real text: 1024 positions, and 200 MB of logits for a vocabulary of 49k
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far the logits of two models are apart, over all positions of the text."""
-
-    max_logit_difference: float
-    largest_logit: float
-    kl: float  # mean KL(a ‖ b) per position, nats
-    top1_agreement: float  # share of positions with the same most likely token
-
-
-def agreement(pairs: Iterator[tuple[Tensor, Tensor]]) -> Agreement:
-    """Compare logits a and b, given block by block as [T, V]."""
-    difference = largest = kl = 0.0
-    same = positions = 0
-    for a, b in pairs:
-        a, b = a.double(), b.double()
-        difference = max(difference, (a - b).abs().max().item())
-        largest = max(largest, a.abs().max().item())
-        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
-        kl += (log_a.exp() * (log_a - log_b)).sum().item()
-        same += int((a.argmax(-1) == b.argmax(-1)).sum())
-        positions += a.shape[0]
-    return Agreement(difference, largest, kl / positions, same / positions)
 
 
 def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False) -> dict[str, Any]:

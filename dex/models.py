@@ -13,7 +13,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,9 +44,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from dex.errors import DexError
+from dex.layouts.registry import register_layouts
 from dex.tokenizer import without_truncation_or_padding
 
 SUPPORTED = ("llama", "qwen2", "qwen3")  # transformers' `model_type` and GGUF's `general.architecture` alike
+DIFF = ("diff_v1", "diff_v2", "diffllama")  # what `dex convert --layout` and `dex init` make
+ANY = (*SUPPORTED, *DIFF)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 SAMPLED = 64  # entries of each parameter that a fingerprint looks at, at least
@@ -110,10 +113,10 @@ EMBEDDED = {
 }
 
 
-def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
+def load_config(model: str, revision: str | None = None, families: Sequence[str] = SUPPORTED) -> PretrainedConfig:
     """The config of MODEL, without its weights. Raises DexError for whatever `load_model` would refuse by config."""
     place = _locate(model, revision)
-    config = _read_config(place)
+    config = _read_config(place, families)
     config.name_or_path = place.source.id
     return config
 
@@ -123,16 +126,18 @@ def load_model(
     revision: str | None = None,
     dtype: str = "auto",
     attn_implementation: str | None = None,
+    families: Sequence[str] = SUPPORTED,
 ) -> LoadedModel:
     """Load MODEL and its tokenizer on the CPU, in eval mode, with exactly the weights that its class has.
 
     `dtype` is "auto" (the checkpoint's own; float32 for GGUF), "float32", "bfloat16" or "float16".
+    `families` are the model types that the caller can use; without DIFF ones unless it says so.
     Raises DexError, in one sentence, for everything that can be wrong with a model, a path or the network.
     """
     if dtype not in DTYPES:
         raise DexError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
     place = _locate(model, revision)
-    config = _read_config(place)
+    config = _read_config(place, families)
     _fetch_weights(place)
     loaded = _read_weights(place, config, dtype, attn_implementation)
     tokenizer = _read_tokenizer(place)
@@ -173,7 +178,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 def check_supported(config: PretrainedConfig, model: str = "This model") -> None:
     """Raise DexError unless `config` belongs to a family this package knows."""
-    _check_model_type(getattr(config, "model_type", None), model)
+    _check_model_type(getattr(config, "model_type", None), model, SUPPORTED)
 
 
 def is_quantised(config: PretrainedConfig) -> bool:
@@ -210,8 +215,10 @@ def attention_shape(config: PretrainedConfig) -> AttentionShape:
     return AttentionShape(config.num_hidden_layers, num_heads, num_kv_heads, head_dim, hidden_size)
 
 
-def _check_model_type(model_type: str | None, model: str) -> None:
-    if model_type not in SUPPORTED:
+def _check_model_type(model_type: str | None, model: str, families: Sequence[str]) -> None:
+    if model_type in DIFF and model_type not in families:
+        raise DexError(f"{model} is a DIFF model ({model_type}) already; give the {', '.join(SUPPORTED)} model here.")
+    if model_type not in families:
         raise DexError(f"{model} is of type {model_type!r}; Dex supports {', '.join(SUPPORTED)}.")
 
 
@@ -409,14 +416,16 @@ def _unreachable(model: str, revision: str | None, error: Exception) -> str:
 # Reading a folder
 
 
-def _read_config(place: _Place) -> PretrainedConfig:
+def _read_config(place: _Place, families: Sequence[str]) -> PretrainedConfig:
     if place.gguf_file is not None:
         return _read_gguf_config(place)
     _check_folder(place)
     model = place.source.id
     with _loading_explained(f"The config.json of {model}"):
         values = json.loads((place.folder / "config.json").read_text(encoding="utf-8"))
-        _check_model_type(values.get("model_type"), model)
+        _check_model_type(values.get("model_type"), model, families)
+        if values["model_type"] in DIFF:
+            register_layouts()
         if "hidden_size" in values and "num_attention_heads" in values:
             # Before transformers' own check, whose message is for programmers.
             attention_shape(SimpleNamespace(**{"num_hidden_layers": None, **values}))
@@ -435,7 +444,7 @@ def _read_gguf_config(place: _Place) -> PretrainedConfig:
     model = place.source.id
     metadata, _ = _gguf_metadata(place)
     architecture = metadata["general.architecture"]
-    _check_model_type(architecture, model)
+    _check_model_type(architecture, model, SUPPORTED)
     rope_scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if rope_scaling != "none":
         raise DexError(f"{model} uses RoPE scaling ({rope_scaling}), which transformers does not read from GGUF.")

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import dex
 from dex import fold as module
 from dex.adapter import save_adapter
-from dex.fold import agreement, fold
+from dex.agreement import agreement
+from dex.fold import fold
 from dex.method import dex_outputs
 from dex.models import load_model
 
