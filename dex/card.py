@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from safetensors import safe_open
+from transformers import PretrainedConfig
 
 from dex import __version__
 from dex.models import EMBEDDED, ModelSource
@@ -43,6 +44,33 @@ def write_folded_card(
         text=certificate["text"],
         dtype=certificate["dtype"],
         branch=branch,
+    )
+
+
+_TITLES = {
+    "diff-v1": "a DIFF Transformer V1 (arXiv:2410.05258)",
+    "diff-v2": "a DIFF Transformer V2",
+    "diffllama": "transformers' DiffLlama",
+    "base": "itself, with fresh weights",
+}
+
+
+def write_layout_card(folder: Path, source: ModelSource, config: PretrainedConfig, record: dict[str, Any]) -> None:
+    """README.md of a folder in a DIFF layout, converted (with its divergence) or fresh."""
+    divergence = record.get("divergence")
+    names = ("heads", "norm", "seed", "options", "dtype", "parameters", "parameters_of_the_base", "parameters_wanted")
+    _write(
+        folder,
+        "layout.md.jinja",
+        source,
+        layout=record["layout"],
+        title=_TITLES[record["layout"]],
+        fresh=divergence is None,
+        needs_code=hasattr(config, "auto_map"),
+        settings={name.replace("_", " "): record[name] for name in names if record.get(name) not in (None, {})},
+        divergence=divergence,
+        text=record.get("text"),
+        dtype=record["dtype"],
     )
 
 

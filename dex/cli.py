@@ -38,6 +38,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 Text = Annotated[str, typer.Option(help="Text: a file, a folder, a Hub data set or 'pydoc'.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 
+LayoutOptions = Annotated[
+    list[str] | None,
+    typer.Option(help="An option of DIFF V1, such as lambda_mode=fixed (repeatable).", metavar="NAME=VALUE"),
+]
+
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 
@@ -47,6 +52,15 @@ def _refuse_beside(context: typer.Context, option: str, others: Sequence[str]) -
     if given:
         name = given[0].replace("_", "-")
         raise typer.BadParameter(f"has no effect beside {option}; leave one of them out", param_hint=f"--{name}")
+
+
+def _refuse_without(context: typer.Context, option: str, others: dict[str, str]) -> None:
+    """The other way round: an option that is idle because another one is missing."""
+    for name, flag in others.items():
+        if _was_given(context, name):
+            raise typer.BadParameter(
+                f"has no effect without {option}; add it or leave this out", param_hint=f"--{flag}"
+            )
 
 
 def _was_given(context: typer.Context, name: str) -> bool:
@@ -119,7 +133,9 @@ def convert(
     criterion: Criterion = "entropy",
     per_layer: PerLayerOption = "half",
     data: Text = "pydoc",
-    sequences: Sequences = 64,
+    sequences: Annotated[
+        int | None, typer.Option(help="Sequences of text: 64 to score heads, 16 to measure a layout.")
+    ] = None,
     length: Length = 512,
     held_out: HeldOut = 0.0,
     schedule: Annotated[str, typer.Option(help="λ(t): paper, land, fixed or off.")] = "paper",
@@ -128,14 +144,38 @@ def convert(
     w_d_init: Annotated[str, typer.Option(help="kaiming or zeros.")] = "kaiming",
     train_kvo: Annotated[bool, typer.Option(help="Train K, V and O with the branch.")] = True,
     layer: Annotated[list[int] | None, typer.Option(help="A layer to adapt (repeatable); all if not given.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Instead of Dex: diff-v2, diff-v1 or diffllama.")] = None,
+    layout_heads: Annotated[str | None, typer.Option("--heads", help="Diff heads: doubled or paired.")] = None,
+    norm: Annotated[str | None, typer.Option(help="V1's norm: calibrate, anneal or off.")] = None,
+    option: LayoutOptions = None,
     seed: Seed = 0,
     revision: Revision = None,
     dtype: Dtype = "auto",
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Attach Dex to MODEL and write the untrained adapter folder."""
-    k = _per_layer(per_layer)
+    """Attach Dex to MODEL and write the untrained adapter folder; or lay MODEL out as a DIFF Transformer."""
+    if layout is not None:
+        _refuse_beside(context, "--layout", _DEX_OPTIONS)
+        target = _target(layout, layout_heads, norm, option, seed)
+        from dex import lay_out as verb_of_layouts
+
+        record = verb_of_layouts.lay_out(
+            model,
+            output,
+            target,
+            text=data,
+            sequences=16 if sequences is None else sequences,
+            length=length,
+            revision=revision,
+            dtype=dtype,
+            force=force,
+        )
+        text = f"{verb_of_layouts.describe(record)}\nwritten to {output}"
+        show({"folder": str(output), **record}, text, as_json)
+        return
+    _refuse_without(context, "--layout", {"layout_heads": "heads", "norm": "norm", "option": "option"})
+    k, sequences = _per_layer(per_layer), 64 if sequences is None else sequences
     scoring = ("criterion", "per_layer", "data", "sequences", "length", "held_out")
     if plan is not None:
         _refuse_beside(context, "--plan", scoring)
@@ -161,6 +201,58 @@ def convert(
     made = verb.convert(model, output, config, chosen, revision=revision, dtype=dtype, seed=seed, force=force)
     text = f"adapter written to {output}; its README.md says how to load it"
     show({"adapter": str(output), "plan": made.model_dump() if made else None}, text, as_json)
+
+
+_DEX_OPTIONS = (
+    "plan",
+    "criterion",
+    "per_layer",
+    "held_out",
+    "schedule",
+    "anneal_steps",
+    "lam",
+    "w_d_init",
+    "train_kvo",
+    "layer",
+)
+
+
+def _target(layout: str, heads: Any, norm: Any, option: list[str] | None, seed: int) -> Any:
+    for flag, value, words in (
+        ("--heads", heads, ("doubled", "paired")),
+        ("--norm", norm, ("calibrate", "anneal", "off")),
+    ):
+        if value is not None and value not in words:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(words)}", param_hint=flag)
+    from dex.lay_out import Target
+    from dex.layouts.options import parse_options
+
+    return Target(layout, heads, norm, seed, parse_options(option or []))
+
+
+@app.command()
+def init(
+    output: Output,
+    layout: Annotated[str, typer.Option(help="base, diff-v1, diff-v2 or diffllama.")],
+    like: Annotated[str, typer.Option(help="The model, or config.json file, whose size it gets.", metavar="MODEL")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The model whose tokenizer it gets, if not that one's.")
+    ] = None,
+    option: LayoutOptions = None,
+    seed: Seed = 0,
+    revision: Revision = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model with fresh weights, to be trained from scratch beside others of its size."""
+    from dex import init as verb
+    from dex.layouts.options import parse_options
+
+    options = parse_options(option or [])
+    record = verb.init(
+        layout, like, output, options=options, tokenizer=tokenizer, seed=seed, revision=revision, force=force
+    )
+    show({"folder": str(output), **record}, f"{verb.describe(record)}\nwritten to {output}", as_json)
 
 
 @app.command()

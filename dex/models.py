@@ -55,7 +55,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SAMPLED = 64  # entries of each parameter that a fingerprint looks at, at least
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG_FILES = ["config.json", "adapter_config.json"]
-_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 # Second copies of the weights that some repositories carry beside transformers' own.
 _OTHER_WEIGHTS = ["*/*.safetensors", "consolidated*.safetensors"]
 
@@ -138,12 +139,30 @@ def load_model(
         raise DexError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
     place = _locate(model, revision)
     config = _read_config(place, families)
-    _fetch_weights(place)
+    _fetch(place, _MODEL_FILES)
     loaded = _read_weights(place, config, dtype, attn_implementation)
     tokenizer = _read_tokenizer(place)
     # PEFT writes this name into the adapter; a path into the cache would mean nothing on another machine.
     loaded.name_or_path = loaded.config.name_or_path = tokenizer.name_or_path = place.source.id
     return LoadedModel(loaded, tokenizer, place.source)
+
+
+def read_config_file(path: Path) -> PretrainedConfig:
+    """The config in a config.json that has no model beside it. Raises DexError if it is of no known family."""
+    with _loading_explained(str(path)):
+        _check_model_type(json.loads(path.read_text(encoding="utf-8")).get("model_type"), str(path), SUPPORTED)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    attention_shape(config)
+    return config
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of MODEL, without its weights."""
+    place = _locate(model, revision)
+    _fetch(place, _TOKENIZER_FILES)
+    tokenizer = _read_tokenizer(place)
+    tokenizer.name_or_path = place.source.id
+    return tokenizer
 
 
 def device() -> torch.device:
@@ -354,11 +373,11 @@ def _snapshot(model: str, revision: str | None, files: list[str], cached_only: b
     return Path(folder)
 
 
-def _fetch_weights(place: _Place) -> None:
+def _fetch(place: _Place, files: list[str]) -> None:
     source = place.source
     if source.commit is not None:
         with hub_errors_explained(source.id, source.revision):
-            _snapshot(source.id, source.commit, _MODEL_FILES, place.cached_only)
+            _snapshot(source.id, source.commit, files, place.cached_only)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """The benchmark: one JSON line per figure, {"figure", "value", "target", "met"}.
 
-    python scripts/bench.py [--only PREFIX] [--repeats 5]
+    python scripts/bench.py [--only PREFIX] [--repeats 5] [--lengths T ...]
 
 Ratios are medians of runs that alternate in one process, so that a machine whose speed drifts, drifts for both.
 Models have SmolLM2-135M's shape and random weights: time and memory do not depend on the values. Peak memory is of
-whole processes, each with one model. Run it on a machine that does nothing else.
+whole processes, each with one model. Run it on a machine that does nothing else. The figures of the DIFF layouts, all
+of which start with "layouts", are in bench_layouts.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,36 +26,22 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
+import bench_layouts
+from bench_models import SMOLLM2, half_of_the_heads, llama
+from bench_timing import Step, alternate, figure, ratio
 from dex.cli import quiet_libraries
 from dex.loss import causal_lm_loss, chunked_cross_entropy
-from dex.method import DexConfig
 from dex.stats import attention_entropy, entropy
 
-VOCAB, WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 49_152, 576, 1_536, 30, 9, 3, 64
+VOCAB, WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = SMOLLM2
 SAME_LOSS = ", same loss"
-Step = Callable[[], Any]
 
 
 def smollm2() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=8_192,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def half_of_the_heads(schedule: Any = "paper") -> DexConfig:
-    anneal_steps = 1_000_000 if schedule == "paper" else None
-    return DexConfig(heads=[list(range(HEADS // 2))] * LAYERS, schedule=schedule, anneal_steps=anneal_steps)
+    return llama(SMOLLM2)
 
 
 def model_for(method: str) -> nn.Module:
@@ -67,7 +53,7 @@ def model_for(method: str) -> nn.Module:
     if method == "lora":
         config: Any = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     else:
-        config = half_of_the_heads(schedule="off" if method == "kvo" else "paper")
+        config = half_of_the_heads(SMOLLM2, schedule="off" if method == "kvo" else "paper")
     return get_peft_model(model, config).train()
 
 
@@ -143,27 +129,6 @@ def bare_products(batch: int, length: int = 256) -> Step:
     return products
 
 
-def alternate(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step, run in turn `repeats` times after one turn that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            if turn:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
-def ratio(a: list[float], b: list[float]) -> float:
-    """The median of the pairwise ratios."""
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
-
-
-def figure(name: str, value: float, target: str, met: bool) -> dict[str, Any]:
-    return {"figure": name, "value": round(value, 4), "target": target, "met": met}
-
-
 # --- the figures ------------------------------------------------------------------------------------------
 
 
@@ -171,8 +136,8 @@ def forward(repeats: int) -> Iterator[dict[str, Any]]:
     ids = torch.randint(0, VOCAB, (2, 512), generator=torch.Generator().manual_seed(1))
     models = {
         "base": smollm2(),
-        "attached": get_peft_model(smollm2(), half_of_the_heads()).eval(),
-        "folded": get_peft_model(smollm2(), half_of_the_heads()).merge_and_unload().eval(),
+        "attached": get_peft_model(smollm2(), half_of_the_heads(SMOLLM2)).eval(),
+        "folded": get_peft_model(smollm2(), half_of_the_heads(SMOLLM2)).merge_and_unload().eval(),
     }
 
     def run(model: nn.Module) -> None:
@@ -273,7 +238,7 @@ class _LargestTensor(TorchDispatchMode):
         return out
 
 
-FIGURES = {
+FIGURES: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
     "forward": forward,
     "step, dex /": step_time,
     "step, dex −": step_difference,
@@ -338,17 +303,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="PREFIX", help="only the figures whose name starts with it")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=bench_layouts.LENGTHS,
+        metavar="T",
+        help="the context lengths of the layouts' figures",
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     quiet_libraries()
+    disable_progress_bar()
     if options.child:
         print(CHILDREN[options.child[0]](options.child[1]))
         return
-    for name, measure in FIGURES.items():
-        if name.startswith(options.only) or options.only.startswith(name):
-            for line in measure(options.repeats):
-                if line["figure"].startswith(options.only):
-                    print(json.dumps(line, ensure_ascii=False), flush=True)
+    measures = FIGURES | bench_layouts.figures(options.lengths)
+    chosen = [name for name in measures if name.startswith(options.only) or options.only.startswith(name)]
+    for measure in dict.fromkeys(measures[name] for name in chosen):
+        for line in measure(options.repeats):
+            if line["figure"].startswith(options.only):
+                print(json.dumps(line, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""Tiny random Llama, Qwen2 and Qwen3 models and a tokenizer, with every norm and bias randomised.
+"""Tiny random Llama, Qwen2, Qwen3 and DIFF models and a tokenizer, with every norm, bias and λ randomised.
 
 Identity values (norms of one, biases of zero) hide errors, so none is left at its default.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -21,24 +24,33 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dex.layouts.configuration_diff_v1 import DiffV1Config
+from dex.layouts.configuration_diff_v2 import DiffV2Config
+from dex.layouts.modeling_diff_v1 import DiffV1ForCausalLM
+from dex.layouts.modeling_diff_v2 import DiffV2ForCausalLM
+
 VOCAB = 260  # 256 bytes, <bos>, <eos>, <pad>, <|user|>
 FAMILIES = ("llama", "llama-bias", "qwen2", "qwen2-sliding", "qwen3")
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+    "tie_word_embeddings": False,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
 def tiny_config(family: str, **changes: Any) -> Any:
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-        "pad_token_id": 258,
-        "tie_word_embeddings": False,
-    }
+    shape = SHAPE
     if family == "llama":
         return LlamaConfig(**{**shape, **changes})
     if family == "llama-bias":
@@ -46,8 +58,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
     if family == "qwen2":
         return Qwen2Config(**{**shape, **changes})
     if family == "qwen2-sliding":
-        sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-        return Qwen2Config(**{**shape, **sliding, **changes})
+        return Qwen2Config(**{**shape, **SLIDING, **changes})
     if family == "qwen3":  # head_dim != hidden_size / num_heads: o_proj.weight is [64, 128]
         return Qwen3Config(**{**shape, "head_dim": 32, "tie_word_embeddings": True, **changes})
     raise ValueError(family)
@@ -66,13 +77,38 @@ def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.
     return model.to(dtype).eval()
 
 
+def tiny_diff_v1(seed: int = 0, **changes: Any) -> DiffV1ForCausalLM:
+    """8 query and 4 key/value heads: 4 diff heads, two to a key/value pair. The body is a Llama's unless changed."""
+    shape = {**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    return _tiny_diff(DiffV1ForCausalLM, DiffV1Config(**{**shape, **changes}), seed)
+
+
+def tiny_diff_v2(seed: int = 0, **changes: Any) -> DiffV2ForCausalLM:
+    """4 heads on 2 key/value heads, so 8 queries."""
+    return _tiny_diff(DiffV2ForCausalLM, DiffV2Config(**{**SHAPE, "head_dim": 16, **changes}), seed)
+
+
+def tiny_diffllama(seed: int = 0, **changes: Any) -> DiffLlamaForCausalLM:
+    shape = {**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    return _tiny_diff(DiffLlamaForCausalLM, DiffLlamaConfig(**{**shape, **changes}), seed)
+
+
+def _tiny_diff(cls: type[PreTrainedModel], config: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = cls(config)
+    randomise(model, seed)
+    return model.eval()
+
+
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Draw norms around one, biases around zero and weights wide enough that heads differ."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if re.search(r"\blambda_[qk][12]$", name):  # of a DIFF V1: λ stays within about one of λ_init
+                parameter.copy_(0.3 * noise)
+            elif "norm" in name or "subln" in name:
                 parameter.copy_(1.0 + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
@@ -80,6 +116,9 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(noise * 1.2 / parameter.shape[1] ** 0.5)
             else:
                 parameter.copy_(0.5 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("head_rms"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 
 
 def tiny_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dex.errors import DexError
 from dex.models import attention_shape
@@ -34,7 +35,7 @@ _SLIDING = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_
 def body(model: PreTrainedModel) -> dict[str, Any]:
     """The arguments of a DIFF configuration that describe the base, its heads included as they are.
 
-    A model on the meta device will do.
+    A model on the meta device will do (`on_meta`).
     """
     config, layer = model.config, model.get_decoder().layers[0]
     shape = attention_shape(config)
@@ -49,6 +50,12 @@ def body(model: PreTrainedModel) -> dict[str, Any]:
         "mlp_bias": layer.mlp.gate_proj.bias is not None,
         "qk_norm": hasattr(layer.self_attn, "q_norm"),
     }
+
+
+def on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a configuration without any memory behind it: its modules and shapes."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -3,8 +3,6 @@
 This file travels with the checkpoints it describes, so it imports nothing but transformers.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict

@@ -3,8 +3,6 @@
 This file travels with the checkpoints it describes, so it imports nothing but transformers.
 """
 
-from __future__ import annotations
-
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 

@@ -8,6 +8,7 @@ its eps is `rms_norm_eps`; one `attention_bias` covers q, k, v and o, so a missi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,12 +23,11 @@ from dex.layouts.modeling_diff_v1 import DiffV1ForCausalLM
 
 def to_diffllama(model: PreTrainedModel) -> PreTrainedModel:
     """A DIFF V1 as a DiffLlama. Raises DexError where DiffLlama cannot say what the V1 does."""
-    config = model.config
+    config, weights = _annealed(model)
     refuse_what_diffllama_lacks(config)
     Q, G, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     bias = config.qkv_bias or config.o_bias
-    heads = HeadMap(_halves(Q), _halves(G), _halves(G), list(range(Q)))
-    weights = map_heads(weights_of(model), heads, D)
+    weights = map_heads(weights, HeadMap(_halves(Q), _halves(G), _halves(G), list(range(Q))), D)
     for layer_idx in range(config.num_hidden_layers):
         _gain_into_o_proj(weights, f"model.layers.{layer_idx}.self_attn")
         if bias:
@@ -56,7 +56,7 @@ def from_diffllama(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_what_diffllama_lacks(config: PretrainedConfig) -> None:
-    """Raise DexError, with the reason, unless DiffLlama can express this DIFF V1 (or the base it would be made of)."""
+    """Raise DexError, with the reason, unless DiffLlama can express this DIFF V1."""
     if config.qk_norm:
         raise DexError("DiffLlama has no norm on queries and keys, which this model has; use diff-v1 or diff-v2.")
     if "sliding_attention" in config.layer_types:
@@ -65,10 +65,26 @@ def refuse_what_diffllama_lacks(config: PretrainedConfig) -> None:
         raise DexError("DiffLlama's MLP has no biases, which this model has; use diff-v1 or diff-v2.")
     if config.attention_dropout:
         raise DexError("DiffLlama refuses attention_dropout, which is set here; set it to 0 in config.json first.")
-    wanted = {"lambda_mode": "learned", "lambda_sign": -1, "head_norm": "rms", "head_norm_eps": config.rms_norm_eps}
-    for name, value in wanted.items():
+    for name, value in {"lambda_mode": "learned", "lambda_sign": -1, "head_norm": "rms"}.items():
         if getattr(config, name) != value:
             raise DexError(f"DiffLlama needs {name} {value!r}, and here it is {getattr(config, name)!r}.")
+    if not math.isclose(config.head_norm_eps, config.rms_norm_eps, rel_tol=1e-6):  # GGUF holds 1e-5 as a float32
+        raise DexError(
+            f"DiffLlama has one eps for all norms, and here head_norm_eps is {config.head_norm_eps:g} and rms_norm_eps "
+            f"{config.rms_norm_eps:g}; lay the base out with --option head_norm_eps={config.rms_norm_eps:g}."
+        )
+
+
+def _annealed(model: PreTrainedModel) -> tuple[PretrainedConfig, Weights]:
+    """Configuration and weights of a V1; one that has annealed to the end is a plain one."""
+    config, weights = model.config, weights_of(model)
+    if config.head_norm != "anneal":
+        return config, weights
+    done = int(model.get_decoder().layers[0].get_submodule("self_attn").get_buffer("head_norm_step"))
+    if config.head_norm_steps is None or done < config.head_norm_steps:
+        raise DexError(f"The norm of this model is still annealing (step {done} of {config.head_norm_steps}).")
+    config = DiffV1Config(**{**config.to_dict(), "head_norm": "rms", "head_norm_steps": None})
+    return config, {name: t for name, t in weights.items() if not name.endswith(("head_rms", "head_norm_step"))}
 
 
 def _halves(n: int) -> list[int]:

@@ -1,9 +1,10 @@
 """Models with fresh weights in any layout, with as many parameters as the model they are like.
 
-    base        the model itself
-    diff-v1, diffllama   h = H/2 diff heads, as the paper matches them: the same projections, and λ and the gain on top
-    diff-v2     H output heads, so q_proj has twice the rows; what it adds is taken from the MLP (ours: its authors say
-                that it is borrowed from other parts of the model, not from which)
+    base         the model itself
+    diff-v1      h = H/2 diff heads, as the paper matches them: the same projections, with λ and the gain on top
+    diffllama    the same, without a gain
+    diff-v2      H output heads, so q_proj has twice the rows. Its authors say that they are borrowed from other parts
+                 of the model, not from which: ours takes them from the MLP
 
 All weights are drawn as transformers draws a Llama's: N(0, initializer_range²), biases zero, norms one; the vectors
 of λ N(0, 0.1²), as in the paper.
@@ -17,10 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, PretrainedConfig, PreTrainedModel, set_seed
 
 from dex.errors import DexError
-from dex.layouts.body import KEPT, body
+from dex.layouts.body import KEPT, body, on_meta
 from dex.layouts.configuration_diff_v1 import DiffV1Config
 from dex.layouts.configuration_diff_v2 import DiffV2Config
 from dex.layouts.diffllama import refuse_what_diffllama_lacks
+from dex.layouts.options import diff_v1_config
 from dex.layouts.registry import register_layouts
 
 MLP_STEP = 8  # intermediate_size stays a multiple of it: kernels like that
@@ -38,7 +40,7 @@ def fresh_config(layout: str, like: PretrainedConfig, options: dict[str, Any]) -
     """The configuration of a fresh model; `options` are DIFF V1's own."""
     if layout == "base":
         return like
-    shape = body(_on_meta(like))
+    shape = body(on_meta(like))
     if layout == "diff-v2":
         return _matched_v2(shape, num_parameters(like))
     G = shape["num_key_value_heads"]
@@ -47,7 +49,7 @@ def fresh_config(layout: str, like: PretrainedConfig, options: dict[str, Any]) -
             f"{layout} joins key/value heads in pairs, and this model has {G}; take one with an even number, "
             "or --layout diff-v2."
         )
-    config = DiffV1Config(**{**shape, **options})
+    config = diff_v1_config(**{**shape, **options})
     if layout == "diff-v1":
         return config
     refuse_what_diffllama_lacks(DiffV1Config(**{**shape, "head_norm_eps": shape["rms_norm_eps"]}))
@@ -57,12 +59,7 @@ def fresh_config(layout: str, like: PretrainedConfig, options: dict[str, Any]) -
 
 def num_parameters(config: PretrainedConfig) -> int:
     """Parameters of a model, a tied head counted once; without allocating any."""
-    return sum(parameter.numel() for parameter in _on_meta(config).parameters())
-
-
-def _on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in on_meta(config).parameters())
 
 
 def _matched_v2(shape: dict[str, Any], wanted: int) -> DiffV2Config:

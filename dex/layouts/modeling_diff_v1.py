@@ -54,6 +54,8 @@ class DiffV1Attention(nn.Module):
     """Differential attention V1. Takes and returns hidden states [B, T, d]."""
 
     is_causal = True
+    head_rms: Tensor
+    head_norm_step: Tensor
 
     def __init__(self, config: DiffV1Config, layer_idx: int) -> None:
         super().__init__()
@@ -119,10 +121,10 @@ class DiffV1Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Both maps of every diff head on its joined values, [B, T, h, 2D] each, and the eager path's maps.
 
-        q [B, 2h, T, D], k and v [B, G, S, D]. Fused kernels want values as wide as keys: flash kernels crop wider ones
-        silently, SDPA falls back to the kernel that holds the whole map. So q and k are padded with zeros to 2D, which
-        changes no logit: one call, whose softmax is taken once. For one query the copy of all keys would cost more
-        than it saves (4096 keys, 16 heads, two CPU cores: 15 ms against 5 ms), so there each half of V has its call.
+        q [B, 2h, T, D], k and v [B, G, S, D]. Fused kernels want values as wide as keys: some flash kernels crop them
+        silently, SDPA falls back to the kernel that holds the whole map. So zeros pad q and k to 2D, which changes no
+        logit: one call, whose softmax is taken once. For one query the copy of all keys would cost more
+        than it saves (4096 keys, 16 heads, two CPU cores: 15 ms against 5), so there each half of V has its call.
         """
         implementation = self.config._attn_implementation
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)

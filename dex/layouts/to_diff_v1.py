@@ -29,6 +29,7 @@ from dex.layouts.body import body, build, weights_of
 from dex.layouts.configuration_diff_v1 import DiffV1Config
 from dex.layouts.head_map import NEW, HeadMap, Weights, map_heads
 from dex.layouts.modeling_diff_v1 import DiffV1Attention, DiffV1ForCausalLM
+from dex.layouts.options import diff_v1_config
 
 Heads = Literal["doubled", "paired"]
 Norm = Literal["calibrate", "anneal", "off"]
@@ -50,19 +51,24 @@ def to_diff_v1(base: PreTrainedModel, options: V1Options, input_ids: Tensor) -> 
     Raises DexError for paired heads where the number of key/value heads is odd.
     """
     shape = body(base)
-    H, G = shape["num_attention_heads"], shape["num_key_value_heads"]
-    heads = doubled(H, G) if options.heads == "doubled" else paired(H, G)
+    heads = head_map(options.heads, shape)
     head_norm = {"calibrate": "rms", "anneal": "anneal", "off": "off"}[options.norm]
     sizes = {"num_attention_heads": len(heads.q), "num_key_value_heads": len(heads.k)}
-    config = DiffV1Config(**{**shape, **sizes, "head_norm": head_norm, **options.config})
+    config = diff_v1_config(**{**shape, **sizes, "head_norm": head_norm, **options.config})
     weights = map_heads(weights_of(base), heads, config.head_dim)
     for layer_idx in range(config.num_hidden_layers):
         weights |= new_tensors(config, layer_idx, base.dtype, options.seed)
     model = build(DiffV1ForCausalLM, config, weights)
     measured = measure(base, model, heads, input_ids)
-    for layer, moments in zip(model.model.layers, measured, strict=True):
+    for layer, moments in zip(model.get_decoder().layers, measured, strict=True):
         _set_scales(layer.self_attn, moments, exact=options.heads == "doubled" and head_norm != "rms")
     return model
+
+
+def head_map(heads: Heads, shape: dict[str, Any]) -> HeadMap:
+    """Which heads of the base each head of the V1 is made of. `shape` is the base's `body`."""
+    H, G = shape["num_attention_heads"], shape["num_key_value_heads"]
+    return doubled(H, G) if heads == "doubled" else paired(H, G)
 
 
 def doubled(H: int, G: int) -> HeadMap:
@@ -85,8 +91,9 @@ def paired(H: int, G: int) -> HeadMap:
 
 
 def new_tensors(config: DiffV1Config, layer_idx: int, dtype: torch.dtype, seed: int) -> Weights:
-    """The tensors of a layer that its base has not: λ vectors with λ = λ_init, a gain of one, an annealing at its start."""
-    D, prefix, new = config.head_dim, f"model.layers.{layer_idx}.self_attn", {}
+    """What a layer has and its base has not: λ vectors with λ = λ_init, a gain of one, an annealing at its start."""
+    D, prefix = config.head_dim, f"model.layers.{layer_idx}.self_attn"
+    new: Weights = {}
     if config.lambda_mode == "learned":
         generator = torch.Generator().manual_seed(seed + layer_idx)
         q, k = (config.lambda_std_dev * torch.randn(D, generator=generator) for _ in range(2))
@@ -125,8 +132,8 @@ def measure(base: PreTrainedModel, model: PreTrainedModel, heads: HeadMap, input
         with _input_of(attention.o_proj) as seen:
             attention(**kwargs)
         z = seen[0].double().unflatten(-1, (-1, D)).flatten(0, 1).cpu()  # [N, 2h, D]
-        O = base_heads.double().unflatten(-1, (-1, D)).flatten(0, 1).cpu()[:, heads.o]  # NEW blocks are not used
-        total.dot += (z * O).sum((0, 2))
+        target = base_heads.double().unflatten(-1, (-1, D)).flatten(0, 1).cpu()[:, heads.o]  # NEW blocks do not count
+        total.dot += (z * target).sum((0, 2))
         total.square += (z * z).sum((0, 2))
         total.rms += z.unflatten(1, (h, 2)).pow(2).mean((2, 3)).sqrt().sum(0) / input_ids.numel()
 
@@ -151,15 +158,15 @@ def _input_of(module: nn.Module) -> Iterator[list[Tensor]]:
 def _observed_heads(layers: nn.ModuleList, observe: Callable[[int, dict[str, Any], Tensor], None]) -> Iterator[None]:
     """After every attention layer, call observe(layer_idx, its keyword arguments, the input of its o_proj)."""
     with ExitStack() as stack:
-        for layer_idx, layer in enumerate(layers):
-            seen = stack.enter_context(_input_of(layer.self_attn.o_proj))
+        for layer_idx, attention in enumerate(layer.get_submodule("self_attn") for layer in layers):
+            seen = stack.enter_context(_input_of(attention.get_submodule("o_proj")))
 
             def after(
                 _: nn.Module, args: Any, kwargs: Any, out: Any, layer_idx: int = layer_idx, seen: Any = seen
             ) -> None:
                 observe(layer_idx, kwargs, seen.pop())
 
-            handle = layer.self_attn.register_forward_hook(after, with_kwargs=True)
+            handle = attention.register_forward_hook(after, with_kwargs=True)
             stack.callback(handle.remove)
         yield
 

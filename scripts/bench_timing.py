@@ -1,0 +1,31 @@
+"""How the benchmark times: runs that alternate in one process, medians of pairwise ratios, one dict per figure."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+Step = Callable[[], Any]
+
+
+def alternate(steps: dict[str, Step], repeats: int, warm_up: bool = True) -> dict[str, list[float]]:
+    """Seconds of each step, run in turn `repeats` times, after one turn that does not count (with `warm_up`)."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(-1 if warm_up else 0, repeats):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def ratio(a: list[float], b: list[float]) -> float:
+    """The median of the pairwise ratios."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def figure(name: str, value: float, target: str, met: bool) -> dict[str, Any]:
+    return {"figure": name, "value": round(value, 4), "target": target, "met": met}
