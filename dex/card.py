@@ -74,6 +74,19 @@ def write_layout_card(folder: Path, source: ModelSource, config: PretrainedConfi
     )
 
 
+def write_trained_card(folder: Path, source: ModelSource, config: PretrainedConfig, result: dict[str, Any]) -> None:
+    """README.md of a model whose own weights were trained; `result` is the run's result.json."""
+    _write(
+        folder,
+        "trained.md.jinja",
+        source,
+        needs_code=hasattr(config, "auto_map"),
+        model_type=config.model_type,
+        loss=result["held_out_loss"],
+        **{key: result[key] for key in ("tokens", "steps", "trained_parameters")},
+    )
+
+
 def hub_id(source: ModelSource) -> str | None:
     """The base's Hub id, which is what `base_model` of a card holds; None for a local folder or file."""
     if source.id in EMBEDDED:

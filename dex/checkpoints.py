@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from dex.errors import DexError
 
 # Trainer goes on without a word where one of these is missing, and computes something else.
-NEEDED = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "trainer_state.json",
-)
+NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 
 
 def sorted_checkpoints(folder: Path) -> list[Path]:
@@ -29,13 +23,16 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
-def newest_checkpoint(folder: Path, steps: int) -> Path | None:
-    """The checkpoint to go on from, or None at the start of a run of `steps`. Raises DexError if it is not whole."""
+def newest_checkpoint(folder: Path, steps: int, weights: Sequence[str]) -> Path | None:
+    """The checkpoint to go on from, or None at the start of a run of `steps`.
+
+    `weights` are the files of what is trained. Raises DexError if the checkpoint is not whole.
+    """
     checkpoints = sorted_checkpoints(folder)
     if not checkpoints:
         return None
     newest = checkpoints[-1]
-    missing = [name for name in NEEDED if not (newest / name).is_file()]
+    missing = [name for name in (*weights, *NEEDED) if not (newest / name).is_file()]
     if missing:
         raise damaged(newest, f"it has no {missing[0]}")
     try:

@@ -97,6 +97,7 @@ def lay_out(
     base.model.to(device())
     say(f"laying {model} out as {target.layout}")
     made = conversion.run(base.model, fitting)
+    made.generation_config = base.model.generation_config
     with whole_folder(output, force, MADE_HERE) as partial:
         save_model(made, base.tokenizer, partial)
         del made

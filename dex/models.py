@@ -176,7 +176,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     Raises DexError if the libraries refuse, and OSError (which `output.whole_folder` explains) if the disk does.
     """
     try:
-        with _quiet(), _generation_config_set_aside(model) as generation_config:
+        with quiet(), _generation_config_set_aside(model) as generation_config:
             model.save_pretrained(folder)
             generation_config.to_json_file(Path(folder) / "generation_config.json")
         save_tokenizer(tokenizer, folder)
@@ -362,7 +362,7 @@ def _commit_on_hub(model: str, revision: str | None) -> str | None:
 
 def _snapshot(model: str, revision: str | None, files: list[str], cached_only: bool) -> Path:
     """Fetch `files` into the cache, or take them from it; returns the folder in it, whose name is the commit."""
-    with _quiet():
+    with quiet():
         folder = snapshot_download(
             model,
             revision=revision,
@@ -467,7 +467,7 @@ def _read_gguf_config(place: _Place) -> PretrainedConfig:
     rope_scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if rope_scaling != "none":
         raise DexError(f"{model} uses RoPE scaling ({rope_scaling}), which transformers does not read from GGUF.")
-    with _loading_explained(f"The metadata of {model}"), _quiet():
+    with _loading_explained(f"The metadata of {model}"), quiet():
         config = AutoConfig.from_pretrained(place.folder, gguf_file=place.gguf_file)
         if hasattr(config, "head_dim"):  # transformers reads it for Llama only
             config.head_dim = metadata.get(f"{architecture}.attention.key_length", config.head_dim)
@@ -486,7 +486,7 @@ def _gguf_metadata(place: _Place) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _read_tokenizer(place: _Place) -> PreTrainedTokenizerBase:
-    with _loading_explained(f"The tokenizer of {place.source.id}"), _quiet():
+    with _loading_explained(f"The tokenizer of {place.source.id}"), quiet():
         options = {"gguf_file": place.gguf_file} if place.gguf_file else {}
         return AutoTokenizer.from_pretrained(place.folder, local_files_only=True, trust_remote_code=False, **options)
 
@@ -499,7 +499,7 @@ def _read_weights(
         options["attn_implementation"] = attn_implementation
     if place.gguf_file is None:
         _check_weight_files(place)
-    with _loading_explained(place.source.id), _quiet():
+    with _loading_explained(place.source.id), quiet():
         model, report = AutoModelForCausalLM.from_pretrained(
             place.folder,
             config=config,
@@ -607,7 +607,7 @@ def _loading_explained(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers' reports out of the log, and the libraries' progress bars off anything but a terminal."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

@@ -37,7 +37,7 @@ from dex.errors import DexError
 BILLION = 1_000_000_000
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
-MethodName = Literal["dex", "attention"]
+MethodName = Literal["dex", "attention", "full"]
 Criterion = Literal["entropy", "importance", "random", "all", "none"]
 Schedule = Literal["paper", "land", "fixed", "off"]
 WdInit = Literal["kaiming", "zeros"]
@@ -172,6 +172,12 @@ def _layer_list(layers: list[int] | None) -> list[int] | None:
     return layers
 
 
+def _name_list(names: list[str] | None) -> list[str] | None:
+    if names is not None and (not names or len(set(names)) < len(names)):
+        raise _expected("a list of different names, or null for all weights,")
+    return names
+
+
 def _at_least_one(sources: list[Source]) -> list[Source]:
     if not sources:
         raise _expected("a list of at least one source")
@@ -224,7 +230,7 @@ class LrScale(_Block):
 
 
 class Method(_Block):
-    """`dex`, or its control `attention`: K, V and O alone, for which only `layers` is left to choose."""
+    """`dex`; its control `attention`: K, V and O alone; or `full`: a model of any layout, whole or in part."""
 
     name: Annotated[MethodName, _choice(MethodName)] = "dex"
     heads: Heads = ScoredHeads()
@@ -240,30 +246,47 @@ class Method(_Block):
         AfterValidator(_layer_list),
     ] = None
 
+    # Of `full`: which weights train, by a part of their names such as q_proj or lambda_q1; null: all.
+    train: Annotated[list[Annotated[str, _text()]] | None, AfterValidator(_name_list)] = None
+    # Of `full`, for a DIFF V1 whose norm anneals: over which share of the run. null: half, if it is such a model.
+    norm_anneal: Annotated[float | None, _number(null=True, above=0, at_most=1)] = None
+
     @model_validator(mode="before")
     @classmethod
-    def _control_has_no_branch(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or values.get("name") != "attention":
+    def _refuse_idle_keys(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
             return values
-        if idle := [key for key in values if key in cls.model_fields and key not in _CONTROL_KEYS]:
+        name = values.get("name", "dex")
+        keys = _keys_of(name)
+        if idle := [key for key in values if key in cls.model_fields and key not in keys]:
             raise _clash(
                 _Problem(
-                    ("method", key),
-                    f"method.{key} has no effect with method.name attention, which trains K, V and O alone; "
-                    "remove it",
+                    ("method", key), f"method.{key} has no effect with method.name {name}, {_WHAT[name]}; remove it"
                 )
                 for key in idle
             )
-        return {**values, "schedule": "off", "heads": {"criterion": "none"}}
+        return values if name not in _BRANCHLESS else {**values, "schedule": "off", "heads": {"criterion": "none"}}
 
     @model_serializer(mode="wrap")
     def _without_idle_keys(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
-        idle = set(values) - _CONTROL_KEYS if self.name == "attention" else set()
-        return {key: value for key, value in values.items() if key not in idle}
+        keys = _keys_of(self.name)
+        return {key: value for key, value in values.items() if key in keys}
 
 
-_CONTROL_KEYS = {"name", "layers"}
+_BRANCHLESS = {"attention": {"name", "layers"}, "full": {"name", "train", "norm_anneal"}}
+_WHAT = {
+    "dex": "which trains K, V, O and its branch",
+    "attention": "which trains K, V and O alone",
+    "full": "which trains the model's own weights",
+}
+
+
+def _keys_of(name: Any) -> set[str]:
+    """The keys that have an effect with this method."""
+    if name in _BRANCHLESS:
+        return _BRANCHLESS[name]
+    return set(Method.model_fields) - (_BRANCHLESS["full"] - {"name"} if name == "dex" else set())
 
 
 class Source(_Block):
@@ -404,7 +427,13 @@ def _not_a_multiple(key: str, value: int, unit_key: str, unit: int) -> _Problem:
 
 def _method_problems(recipe: Recipe) -> Iterator[_Problem]:
     method, heads = recipe.method, recipe.method.heads
-    if method.name == "attention":
+    if method.name == "full" and recipe.model.dtype != "float32":
+        yield _Problem(
+            ("model", "dtype"),
+            f"model.dtype is {recipe.model.dtype}, and method.name full updates the weights in place, which needs "
+            "float32",
+        )
+    if method.name in _BRANCHLESS:
         return
     if isinstance(heads, ScoredHeads):
         if heads.criterion in ("all", "none") and heads.per_layer != "half":

@@ -5,7 +5,8 @@ inputs.json       the base and the data that the run began with
 heads.json        the head plan
 log.jsonl         one line per logged step
 checkpoints/      checkpoint-N, each whole: written beside its place, then renamed
-adapter/          the trained adapter, with the tokenizer
+adapter/          the trained adapter, with the tokenizer; or, for method `full`,
+model/            the trained model
 held_out.json     its loss on every held-out block, as `dex eval` writes it
 result.json       the figures of the finished run
 """
@@ -27,7 +28,8 @@ from dex.heads import HeadPlan
 from dex.output import refuse_file_above, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 
-CONTENT = ("recipe.yaml", "inputs.json", "heads.json", "log.jsonl", "checkpoints", "adapter", "held_out.json")
+ADAPTER, MODEL = "adapter", "model"
+CONTENT = ("recipe.yaml", "inputs.json", "heads.json", "log.jsonl", "checkpoints", ADAPTER, MODEL, "held_out.json")
 RESULT = "result.json"
 
 # What a run may go on with although it changed: where it lies, and how often it speaks and saves.
@@ -59,10 +61,8 @@ def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
         return None
     _refuse_another_recipe(run, load_recipe(saved), recipe)
     result = run / RESULT
-    there = (
-        result.exists() and (run / "adapter" / "adapter_config.json").exists() and (run / "held_out.json").exists()
-    )
-    return _read(result) if there else None
+    trained = run / (MODEL + "/config.json" if recipe.method.name == "full" else ADAPTER + "/adapter_config.json")
+    return _read(result) if all(file.exists() for file in (result, trained, run / "held_out.json")) else None
 
 
 def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan | None, force: bool) -> None:

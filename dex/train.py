@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 import transformers
-from peft import PeftModel
 from safetensors import SafetensorError
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from dex import __version__
-from dex.adapter import attach, save_adapter
 from dex.checkpoints import damaged, kept, newest_checkpoint, sorted_checkpoints, step_of
 from dex.console import say
 from dex.convert import Choice, choose_heads
@@ -29,13 +27,13 @@ from dex.evaluate.perplexity import held_out_losses, report, summarise
 from dex.evaluate.suite import interval
 from dex.heads import HeadPlan
 from dex.loss import causal_lm_loss
-from dex.method import DexConfig
-from dex.method.callback import INERT_BELOW, DexCallback, branch_state
-from dex.models import LoadedModel, fingerprint, load_model
+from dex.method.callback import INERT_BELOW, branch_state
+from dex.models import ANY, SUPPORTED, LoadedModel, fingerprint, load_model
 from dex.output import whole_folder, write_json
 from dex.recipe import PlannedHeads, Recipe
 from dex.run_data import cache_dir, held_out_blocks, prepare_data, sources
-from dex.run_folder import open_run, start_run, used_alone
+from dex.run_folder import ADAPTER, MODEL, open_run, start_run, used_alone
+from dex.subject import Subject, subject_of
 from dex.watch import Watch
 
 
@@ -52,30 +50,18 @@ def _train(recipe: Recipe, run: Path, force: bool) -> dict[str, Any]:
         say(f"{run} is finished already; --force starts it again")
         return finished
     set_seed(recipe.run.seed)
-    base = load_model(recipe.model.id, recipe.model.revision, recipe.model.dtype)
+    families = ANY if recipe.method.name == "full" else SUPPORTED
+    base = load_model(recipe.model.id, recipe.model.revision, recipe.model.dtype, families=families)
     data = prepare_data(recipe.data, base.tokenizer, recipe.run.tokens)
     _say_passes(recipe, data)
     plan = _head_plan(run, recipe, base, force)
     set_seed(recipe.run.seed)  # W_D does not depend on what was drawn before
-    model = attach(base, adapter_config(recipe), plan)
-    start_run(run, recipe, _inputs(base, data), plan, force)
-    trainer = DexTrainer(model, recipe, data, run)
+    inputs = _inputs(base, data)
+    subject = subject_of(recipe, base, plan)
+    start_run(run, recipe, inputs, plan, force)
+    trainer = DexTrainer(subject, recipe, data, run)
     trainer.run()
-    return _finish(run, recipe, trainer, base, plan)
-
-
-def adapter_config(recipe: Recipe) -> DexConfig:
-    """The recipe's adapter; the control `attention` is one without a branch."""
-    method = recipe.method
-    return DexConfig(
-        task_type="CAUSAL_LM",
-        schedule=method.schedule,
-        anneal_steps=recipe.anneal_steps if method.schedule in ("paper", "land") else None,
-        lam=method.lam,
-        w_d_init=method.w_d_init,
-        train_kvo=method.train_kvo,
-        layers_to_transform=method.layers,
-    )
+    return _finish(run, recipe, trainer, {**base.source.to_dict(), "fingerprint": inputs["model"]["fingerprint"]})
 
 
 def _inputs(base: LoadedModel, data: Prepared) -> dict[str, Any]:
@@ -96,7 +82,10 @@ def describe(recipe: Recipe, result: dict[str, Any]) -> str:
         state = "the branch ended inert" if branch["inert"] else "the branch is live"
         lam = branch["lam"]
         lines.append(f"λ {min(lam):.4f} to {max(lam):.4f}, mean branch ratio {branch['mean_ratio']:.1e}: {state}")
-    lines.append(f"fold it: dex fold {recipe.output}/adapter -o FOLDER")
+    if recipe.method.name == "full":
+        lines.append(f"the model is in {recipe.output}/{MODEL}")
+    else:
+        lines.append(f"fold it: dex fold {recipe.output}/{ADAPTER} -o FOLDER")
     return "\n".join(lines)
 
 
@@ -119,19 +108,15 @@ def _head_plan(run: Path, recipe: Recipe, base: LoadedModel, force: bool) -> Hea
     return choose_heads(base, Choice(source=source, held_out=recipe.data.held_out, **heads.model_dump()))
 
 
-def _finish(
-    run: Path, recipe: Recipe, trainer: DexTrainer, base: LoadedModel, plan: HeadPlan | None
-) -> dict[str, Any]:
-    """Write the adapter and then result.json, whose presence means that the run is finished."""
-    model, blocks = trainer.model, trainer.watch.blocks
-    losses = held_out_losses(model, blocks, recipe.run.micro_batch, "held-out part")
+def _finish(run: Path, recipe: Recipe, trainer: DexTrainer, base: dict[str, Any]) -> dict[str, Any]:
+    """Write what was trained and then result.json, whose presence means that the run is finished."""
+    subject, blocks = trainer.subject, trainer.watch.blocks
+    losses = held_out_losses(subject.model, blocks, recipe.run.micro_batch, "held-out part")
     loss, perplexity = summarise(losses)
-    branch = branch_state(model, max((ids for _, ids in blocks), key=len))
+    branch = branch_state(subject.model, max((ids for _, ids in blocks), key=len))
     if branch and branch["inert"]:
         say(f"the branch ended inert: mean ‖λ f_D(O)‖/‖O‖ is {branch['mean_ratio']:.1e}, below {INERT_BELOW:g}")
     trainer.watch.write({"step": recipe.steps, "held_out_loss": loss._asdict(), "branch": branch})
-    save_adapter(model, base, run / "adapter", plan, branch, force=True)
-    write_json(run / "held_out.json", report({str(run / "adapter"): losses}, trainer.data.held_out, blocks))
     result = {
         "method": recipe.method.name,
         "tokens": recipe.run.tokens,
@@ -140,11 +125,14 @@ def _finish(
         "held_out_perplexity": perplexity._asdict(),
         "branch": branch,
         "tokens_per_second": trainer.watch.tokens_per_second(),
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "model": {**base.source.to_dict(), "fingerprint": fingerprint(model)},
+        "trained_parameters": sum(p.numel() for p in subject.model.parameters() if p.requires_grad),
+        "model": base,
         "data": trainer.data.report,
         "versions": {"dex": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
+    output = run / subject.output
+    subject.save(output, result)
+    write_json(run / "held_out.json", report({str(output): losses}, trainer.data.held_out, blocks))
     write_json(run / "result.json", result)
     return result
 
@@ -155,15 +143,15 @@ def _finish(
 class DexTrainer(Trainer):
     """transformers' Trainer with the run's own data order, loss, learning-rate groups and whole checkpoints."""
 
-    def __init__(self, model: PeftModel, recipe: Recipe, data: Prepared, run: Path) -> None:
-        self.recipe, self.run_folder, self.data = recipe, run, data
+    def __init__(self, subject: Subject, recipe: Recipe, data: Prepared, run: Path) -> None:
+        self.subject, self.recipe, self.run_folder, self.data = subject, recipe, run, data
         self.watch = Watch(recipe, held_out_blocks(recipe.data, data), run / "log.jsonl")
         super().__init__(
-            model=model,
+            model=subject.model,
             args=_training_arguments(recipe, run),
             train_dataset=RunOrder(data.packed, recipe.steps, recipe.blocks_per_step, recipe.run.seed),
             data_collator=_stack,
-            callbacks=[DexCallback(), self.watch],
+            callbacks=[*subject.callbacks(), self.watch],
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = True  # `compute_loss` divides by the targets of the whole update
@@ -172,7 +160,7 @@ class DexTrainer(Trainer):
         """Train from the newest whole checkpoint, if there is one. Ctrl-C saves a checkpoint and stops."""
         checkpoints = self.run_folder / "checkpoints"
         shutil.rmtree(checkpoints / ".saving", ignore_errors=True)  # what a kill left
-        newest = newest_checkpoint(checkpoints, self.recipe.steps)
+        newest = newest_checkpoint(checkpoints, self.recipe.steps, self.subject.checkpoint_files)
         if newest:
             say(f"going on from {newest}")
         try:
@@ -210,7 +198,7 @@ class DexTrainer(Trainer):
         return loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.AdamW(_parameter_groups(self.model, self.recipe), fused=True)
+        self.optimizer = torch.optim.AdamW(self.subject.parameter_groups(self.recipe), fused=True)
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
@@ -220,8 +208,7 @@ class DexTrainer(Trainer):
         return str(self.run_folder / "checkpoints" / ".saving")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # PEFT's "auto" would ask the Hub whether the vocabulary was resized.
-        self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
+        self.subject.save_checkpoint(output_dir, state_dict)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """A checkpoint-N that is there is whole: it is renamed into place when everything is on the disk."""
@@ -246,22 +233,6 @@ class DexTrainer(Trainer):
 
 def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def _parameter_groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """W_D and λ have learning rates of their own; weight decay is for the copies of K, V and O alone."""
-    run, scale = recipe.run, recipe.method.lr_scale
-    kinds: dict[str, list[torch.nn.Parameter]] = {"copies": [], "w_d": [], "lam": []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kind = "w_d" if ".dex_w_d." in name else "lam" if ".dex_lam." in name else "copies"
-            kinds[kind].append(parameter)
-    rates = {"copies": run.lr, "w_d": run.lr * scale.w_d, "lam": run.lr * scale.lam}
-    return [
-        {"params": params, "lr": rates[kind], "weight_decay": run.weight_decay if kind == "copies" else 0.0}
-        for kind, params in kinds.items()
-        if params
-    ]
 
 
 def _training_arguments(recipe: Recipe, run_folder: Path) -> TrainingArguments:

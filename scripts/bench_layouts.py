@@ -152,7 +152,7 @@ def _diffllama_core(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def forward(repeats: int, build: Callable[[Shape], Models], shape: Shape, lengths: Sequence[int]) -> Lines:
     targets = {"diff-v1": 1.0, "diff-v2": 1.35}
     for where, models, length in _whole_models(build, shape, lengths):
-        rounds = 10 * repeats if "tiny" in where else turns(length, repeats * 1_600, 2 * repeats)
+        rounds = 10 * repeats if "tiny" in where else turns(length, repeats * 1_280, 2 * repeats)
         seconds = alternate({name: prefill(model, length) for name, model in models.items()}, rounds, warm_up=False)
         yield from compared("forward", seconds, where, targets)
 

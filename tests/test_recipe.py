@@ -188,7 +188,7 @@ def test_a_wrong_override_is_said_to_be_on_the_command_line(override: str, sente
         (with_method(layers="[0, -1]"), "method.layers.1: -1 was given, a whole number of at least 0 is expected"),
         (with_method(train_kvo="1"), "1 was given, true or false is expected"),
         (with_method(schedule="false"), "false was given, one of paper, land, fixed, off is expected"),
-        (with_method(name="lora"), "'lora' was given, one of dex, attention is expected"),
+        (with_method(name="lora"), "'lora' was given, one of dex, attention, full is expected"),
     ],
 )
 def test_a_wrong_key_or_type_names_the_line_and_what_is_expected(text: str, sentence: str) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from dex.adapter import is_adapter, load_adapter
 from dex.errors import DexError
 from dex.evaluate.perplexity import held_out_losses, report
-from dex.models import device, load_model
+from dex.models import ANY, device, load_model
 from dex.output import refuse_to_overwrite, whole_folder, write_json
 from dex.recipe import Data
 from dex.run_data import held_out_blocks, prepare_data
@@ -59,7 +59,7 @@ def evaluate(
 
 
 def _plain(name: str, dtype: str) -> tuple[Any, Any]:
-    base = load_model(name, None, dtype)
+    base = load_model(name, None, dtype, families=ANY)
     return base.model, base
 
 

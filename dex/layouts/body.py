@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dex.errors import DexError
-from dex.models import attention_shape
+from dex.models import attention_shape, quiet
 
 KEPT = (
     "vocab_size",
@@ -67,9 +67,10 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 def build(cls: type[PreTrainedModel], config: PretrainedConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
     """A model of this class with exactly these weights, in their dtype, in eval mode."""
     dtype = next(iter(weights.values())).dtype
-    model, report = cls.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-    )
+    with quiet():
+        model, report = cls.from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+        )
     problems = {kind: keys for kind, keys in report.items() if keys}
     if problems:
         raise DexError(f"The weights do not fit {cls.__name__}: {problems}.")

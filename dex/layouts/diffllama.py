@@ -70,8 +70,8 @@ def refuse_what_diffllama_lacks(config: PretrainedConfig) -> None:
             raise DexError(f"DiffLlama needs {name} {value!r}, and here it is {getattr(config, name)!r}.")
     if not math.isclose(config.head_norm_eps, config.rms_norm_eps, rel_tol=1e-6):  # GGUF holds 1e-5 as a float32
         raise DexError(
-            f"DiffLlama has one eps for all norms, and here head_norm_eps is {config.head_norm_eps:g} and rms_norm_eps "
-            f"{config.rms_norm_eps:g}; lay the base out with --option head_norm_eps={config.rms_norm_eps:g}."
+            f"DiffLlama has one eps for all norms, and here head_norm_eps is {config.head_norm_eps:g} and "
+            f"rms_norm_eps {config.rms_norm_eps:g}; lay the base out with --option head_norm_eps equal to the latter."
         )
 
 

@@ -89,7 +89,7 @@ class DiffV1Attention(nn.Module):
         self.follow_optimizers()  # a deep copy anneals on its own
 
     def follow_optimizers(self) -> None:
-        """From now on, every optimiser step of this module's o_proj advances its head_norm_step."""
+        """From now on, every optimiser step of this module's weights advances its head_norm_step."""
         if self.config.head_norm == "anneal":
             _annealed.add(self)
             _count_optimizer_steps()
@@ -194,7 +194,9 @@ def _count_optimizer_steps() -> None:
     def count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for module in list(_annealed):
-            if id(module.o_proj.weight) in held:
+            # The first one stands for all, so that two optimisers that share a module do not count twice.
+            trained = next((p for p in module.parameters() if p.requires_grad), None)
+            if trained is not None and id(trained) in held:
                 module.head_norm_step += 1
 
     register_optimizer_step_post_hook(count)

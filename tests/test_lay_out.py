@@ -1,0 +1,257 @@
+"""`dex convert --layout`: what is written, measured, recorded and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, tiny_tokenizer, tokens, write_tiny
+from transformers import DiffLlamaForCausalLM
+
+from dex.convert import Choice, convert
+from dex.errors import DexError
+from dex.evaluate.suite import evaluate
+from dex.lay_out import Target, lay_out
+from dex.layouts.options import parse_options
+from dex.method import DexConfig
+from dex.models import ANY, load_model
+from dex.recipe import data_block
+
+QUICK: dict[str, Any] = {"sequences": 2, "length": 64}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEX_CACHE", str(tmp_path / "cache"))
+
+
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return load_model(str(folder), families=ANY, **options).model(tokens()).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_diff_v2_is_the_base_bit_for_bit_and_says_so(tmp_path: Path, family: str) -> None:
+    base = write_tiny(tmp_path / "base", family)
+    record = lay_out(str(base), tmp_path / "v2", Target("diff-v2"), **QUICK)
+    assert torch.equal(logits(tmp_path / "v2"), logits(base))
+    assert record["divergence"]["bit_equal"]
+    assert record["divergence"]["loss"] == record["divergence"]["loss_of_the_base"]
+    assert json.loads((tmp_path / "v2" / "layout.json").read_text()) == record
+
+
+@pytest.mark.parametrize("norm", ["anneal", "off"])
+def test_doubled_heads_without_the_norm_compute_what_the_base_does(tmp_path: Path, norm: Any) -> None:
+    base = write_tiny(tmp_path / "base", "qwen3")
+    record = lay_out(str(base), tmp_path / "v1", Target("diff-v1", norm=norm), **QUICK)
+    measured = record["divergence"]
+    assert measured["max_logit_difference"] <= 1e-5 * measured["largest_logit"]
+    assert measured["top1_agreement"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads"),
+    [("diff-v1", "doubled"), ("diff-v1", "paired"), ("diffllama", "paired"), ("diffllama", "doubled")],
+)
+def test_what_is_recorded_is_the_divergence_of_the_written_folder(tmp_path: Path, layout: str, heads: Any) -> None:
+    """Against logits computed here from the two folders, on the same text."""
+    base = write_tiny(tmp_path / "base", "llama")
+    record = lay_out(str(base), tmp_path / "out", Target(layout, heads), **QUICK)
+    from dex.data import Source, calibration
+
+    ids = calibration(Source("pydoc"), tiny_tokenizer(), 2, 64).input_ids[1:]
+    a, b = (load_model(str(folder), families=ANY).model for folder in (base, tmp_path / "out"))
+    with torch.no_grad():
+        p, q = (model(ids).logits.double().log_softmax(-1) for model in (a, b))
+    expected = (p.exp() * (p - q)).sum(-1).mean().item()
+    assert record["divergence"]["kl"] == pytest.approx(expected, rel=1e-6)
+    assert record["divergence"]["loss"] == pytest.approx(
+        -q[0, :-1].gather(-1, ids[0, 1:, None]).mean().item(), rel=1e-6
+    )
+    assert f"{record['divergence']['kl']:.3g}" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_calibrated_scale_beats_none(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base", "llama")
+    lay_out(str(base), tmp_path / "v1", Target("diff-v1"), sequences=8, length=64)
+    calibrated = load_model(str(tmp_path / "v1"), families=ANY).model
+    target = logits(base).log_softmax(-1)
+
+    def kl() -> float:
+        with torch.no_grad():
+            return (target.exp() * (target - calibrated(tokens()).logits.log_softmax(-1))).sum(-1).mean().item()
+
+    best = kl()
+    for factor in (0.5, 2.0):
+        for layer in calibrated.model.layers:
+            layer.self_attn.o_proj.weight.data.mul_(factor)
+        assert best < kl()
+        for layer in calibrated.model.layers:
+            layer.self_attn.o_proj.weight.data.div_(factor)
+
+
+def test_diff_v1_and_diffllama_become_each_other_exactly(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base", "qwen2")
+    options = parse_options(["head_norm_eps=1e-6"])
+    lay_out(str(base), tmp_path / "v1", Target("diff-v1", "paired", options=options), **QUICK)
+    lay_out(str(tmp_path / "v1"), tmp_path / "llama", Target("diffllama"), **QUICK)
+    record = lay_out(str(tmp_path / "llama"), tmp_path / "back", Target("diff-v1"), **QUICK)
+    assert isinstance(load_model(str(tmp_path / "llama"), families=ANY).model, DiffLlamaForCausalLM)
+    assert record["divergence"]["max_logit_difference"] <= 1e-5 * record["divergence"]["largest_logit"]
+    v1, back = logits(tmp_path / "v1"), logits(tmp_path / "back")
+    assert (v1 - back).abs().max() <= 1e-5 * v1.abs().max()
+
+
+def test_the_tokenizer_and_the_generation_config_travel(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    lay_out(str(base), tmp_path / "v2", Target("diff-v2"), **QUICK)
+    again = load_model(str(tmp_path / "v2"), families=ANY)
+    assert again.tokenizer.chat_template == tiny_tokenizer().chat_template
+    assert again.model.generation_config.eos_token_id == [257, 258]
+
+
+def test_models_of_all_layouts_are_evaluated_on_the_same_blocks(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    lay_out(str(base), tmp_path / "v2", Target("diff-v2"), **QUICK)
+    lay_out(str(base), tmp_path / "v1", Target("diff-v1"), **QUICK)
+    data = data_block(train=[{"source": "pydoc"}], block=64, held_out=0.1, held_out_tokens=1_000)
+    models = [str(tmp_path / name) for name in ("base", "v2", "v1")]
+    result = evaluate(models, tmp_path / "eval", data)["models"]
+    assert result[models[1]]["loss"] == result[models[0]]["loss"]
+    assert result[models[2]]["loss"] != result[models[0]]["loss"]
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "target", "reason"),
+    [
+        ("llama", {}, Target("diff-v3"), "'diff-v3' is not a layout"),
+        ("llama", {"num_key_value_heads": 1}, Target("diff-v1", "paired"), "1 key/value heads, an odd number"),
+        ("llama", {"num_key_value_heads": 1}, Target("diffllama"), "an odd number.*--heads doubled"),
+        ("qwen3", {}, Target("diffllama"), "no norm on queries and keys"),
+        ("qwen2-sliding", {}, Target("diffllama"), "no sliding-window attention"),
+        ("llama", {"mlp_bias": True}, Target("diffllama"), "MLP has no biases"),
+        ("llama", {}, Target("diffllama", norm="anneal"), "leave out --norm"),
+        ("llama", {}, Target("diff-v2", "doubled"), "leave out --heads"),
+        ("llama", {}, Target("diff-v1", options={"lambda_value": 0.5}), 'no effect with lambda_mode "learned"'),
+        (
+            "llama",
+            {},
+            Target("diff-v1", norm="off", options={"lambda_mode": "fixed", "lambda_value": 1.0}),
+            "the two equal maps cancel",
+        ),
+    ],
+)
+def test_what_a_layout_cannot_be_is_refused_with_the_reason(
+    tmp_path: Path, family: str, changes: dict[str, Any], target: Target, reason: str
+) -> None:
+    base = write_tiny(tmp_path / "base", family, **changes)
+    with pytest.raises(DexError, match=reason):
+        lay_out(str(base), tmp_path / "out", target, **QUICK)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["base"]
+
+
+def test_a_converted_model_is_not_converted_again(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    lay_out(str(base), tmp_path / "v2", Target("diff-v2"), **QUICK)
+    for layout in ("diff-v2", "diff-v1", "diffllama"):
+        with pytest.raises(DexError, match="laid out as diff_v2 already"):
+            lay_out(str(tmp_path / "v2"), tmp_path / "out", Target(layout), **QUICK)
+    with pytest.raises(DexError, match="is a DIFF model"):
+        convert(str(tmp_path / "v2"), tmp_path / "out", DexConfig(task_type="CAUSAL_LM"), None)
+
+
+def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    convert(str(base), tmp_path / "adapter", DexConfig(task_type="CAUSAL_LM"), Choice(sequences=2, length=48))
+    with pytest.raises(DexError, match="is an adapter, not a model"):
+        lay_out(str(tmp_path / "adapter"), tmp_path / "out", Target("diff-v2"), **QUICK)
+
+
+def test_an_annealing_norm_is_not_said_to_be_diffllamas(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    lay_out(str(base), tmp_path / "v1", Target("diff-v1", norm="anneal"), **QUICK)
+    with pytest.raises(DexError, match="still annealing"):
+        lay_out(str(tmp_path / "v1"), tmp_path / "out", Target("diffllama"), **QUICK)
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    (tmp_path / "short.txt").write_text("a" * 70)
+    with pytest.raises(DexError, match="one window of 64 tokens, and two are needed"):
+        lay_out(str(base), tmp_path / "out", Target("diff-v2"), text=str(tmp_path / "short.txt"), **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["lamda_mode=fixed"], "not one of DIFF V1's"),
+        (["lambda_mode"], "not one of DIFF V1's"),
+        (["lambda_mode=off"], "learned or fixed"),
+        (["lambda_sign=0"], "-1 or 1"),
+        (["lambda_value=nan"], "a number"),
+        (["head_norm_eps=0"], "above 0"),
+        (["lambda_sign=1", "lambda_sign=-1"], "given twice"),
+    ],
+)
+def test_a_wrong_option_is_refused(given: list[str], reason: str) -> None:
+    with pytest.raises(DexError, match=reason):
+        parse_options(given)
+
+
+def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = write_tiny(tmp_path / "base")
+
+    def no_space(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", no_space)
+    with pytest.raises(DexError, match="No space left on device"):
+        lay_out(str(base), tmp_path / "out", Target("diff-v2"), **QUICK)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_killed_half_way_leaves_no_folder_and_can_be_repeated(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    command = [
+        sys.executable,
+        "-m",
+        "dex.cli",
+        "convert",
+        str(base),
+        "--layout",
+        "diff-v2",
+        "-o",
+        str(tmp_path / "v2"),
+    ]
+    process = subprocess.Popen([*command, "--sequences", "400", "--length", "64"], env=os.environ)
+    partial = tmp_path / ".v2.partial"
+    deadline = time.monotonic() + 120
+    while not partial.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert partial.exists()
+    assert not (tmp_path / "v2").exists()
+    subprocess.run([*command, "--sequences", "2", "--length", "64"], check=True, capture_output=True)
+    assert (tmp_path / "v2" / "layout.json").exists()
+    assert not partial.exists()
+
+
+def test_a_config_of_irregular_heads_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base", "qwen2")
+    values = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**values, "num_key_value_heads": 3}))
+    (base / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DexError, match="cannot share 3 key/value heads"):
+        lay_out(str(base), tmp_path / "out", Target("diff-v2"), **QUICK)
