@@ -17,7 +17,7 @@ from dex.heads import HeadPlan
 from dex.layouts.watch import V1Callback
 from dex.method import DexConfig
 from dex.method.callback import DexCallback
-from dex.models import LoadedModel, save_model
+from dex.models import LoadedModel, quiet, save_model
 from dex.output import whole_folder
 from dex.recipe import Recipe
 from dex.run_folder import ADAPTER, MODEL
@@ -124,8 +124,9 @@ class WholeModel(Subject):
         return [V1Callback()]
 
     def save_checkpoint(self, folder: str | None, state_dict: dict[str, Any] | None) -> None:
-        # In one file: a checkpoint is whole if it has it.
-        self.model.save_pretrained(folder, state_dict=state_dict, max_shard_size="1TB")
+        with quiet():
+            # In one file: a checkpoint is whole if it has it.
+            self.model.save_pretrained(folder, state_dict=state_dict, max_shard_size="1TB")
 
     def save(self, folder: Path, result: dict[str, Any]) -> None:
         with whole_folder(folder, force=True) as partial:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 # Of the largest value. Float32 keeps 6e-8; three layers of sums of some 64 products each, in another order than the
 # oracle's, bring the tiny models to 1e-6 to 2e-6. What the negative controls break moves logits by 1e-2 and more.
 TOLERANCE = 1e-5
@@ -72,14 +71,14 @@ class NaiveDiff:
         """softmax(q_query k_keyᵀ / √D) values, token by token."""
         q = self._rotated(self._normed_head(layer, "q", query, x))
         k = self._rotated(self._normed_head(layer, "k", key, x))
-        out = torch.zeros(x.shape[0], values.shape[1], dtype=torch.float64)
-        for t in range(x.shape[0]):
-            seen = [s for s in range(t + 1) if real[s] and self._in_window(layer, t, s)]
-            if seen:
-                scores = k[seen] @ q[t] / math.sqrt(self.D)
-                share = torch.exp(scores - scores.max())
-                out[t] = (share / share.sum()) @ values[seen]
-        return out
+        scores = torch.exp(q @ k.T / math.sqrt(self.D)) * self._seen(layer, real)
+        return (scores / scores.sum(-1, keepdim=True).clamp(min=1e-300)) @ values
+
+    def _seen(self, layer: int, real: Tensor) -> Tensor:
+        """[T, T], 1 where token t looks at token s; nothing for padding before the first real token."""
+        T = real.shape[0]
+        seen = [[s <= t and bool(real[s]) and self._in_window(layer, t, s) for s in range(T)] for t in range(T)]
+        return torch.tensor(seen, dtype=torch.float64)
 
     def _in_window(self, layer: int, t: int, s: int) -> bool:
         return self.config.layer_types[layer] == "full_attention" or t - s < self.config.sliding_window
@@ -111,7 +110,9 @@ class NaiveDiff:
     def _mlp(self, prefix: str, x: Tensor) -> Tensor:
         def linear(name: str, x: Tensor) -> Tensor:
             out = x @ self.weights[f"{prefix}mlp.{name}.weight"].T
-            return out + self.weights[f"{prefix}mlp.{name}.bias"] if f"{prefix}mlp.{name}.bias" in self.weights else out
+            return (
+                out + self.weights[f"{prefix}mlp.{name}.bias"] if f"{prefix}mlp.{name}.bias" in self.weights else out
+            )
 
         gate = linear("gate_proj", x)
         return linear("down_proj", gate / (1.0 + torch.exp(-gate)) * linear("up_proj", x))

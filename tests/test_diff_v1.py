@@ -57,7 +57,9 @@ VARIANTS: dict[str, Callable[[], DiffV1ForCausalLM]] = {
     "three queries a key": lambda: tiny_diff_v1(num_attention_heads=12),
     "four queries a key, head_dim apart": lambda: tiny_diff_v1(num_attention_heads=16, head_dim=20),
     "biases, q/k norm, sliding": lambda: tiny_diff_v1(**EVERYTHING),
-    "tied": lambda: tiny_diff_v1(tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 50.0}),
+    "tied": lambda: tiny_diff_v1(
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 50.0}
+    ),
     "fixed at lambda_init": lambda: tiny_diff_v1(lambda_mode="fixed"),
     "fixed at zero": lambda: tiny_diff_v1(lambda_mode="fixed", lambda_value=0),
     "sum of the maps": lambda: tiny_diff_v1(lambda_mode="fixed", lambda_value=0.37, lambda_sign=1),
@@ -154,6 +156,7 @@ def test_padding_on_either_side_changes_nothing(attention: str, sliding: bool) -
     assert not agrees(logits(model, ids)[real], expected[real], 1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # `cache` since transformers 5.20
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("sliding", [False, True])
 def test_decoding_with_a_cache_is_the_whole_forward_pass(attention: str, sliding: bool) -> None:
@@ -215,31 +218,23 @@ def test_lambda_is_float32_in_low_precision_and_under_autocast(how: str) -> None
         torch.testing.assert_close(lam[0].double(), naive(model).lam(layer), rtol=1e-6, atol=0)
 
 
-def nearly_equal_maps(lam: float, dtype: torch.dtype) -> DiffV1Attention:
-    """A layer without a norm whose two maps are one, so that what it puts out is 1 − λ of one of them."""
-    model = tiny_diff_v1(head_norm="off")
-    attention = layers(model)[0]
+def equal_maps(lam: float) -> DiffV1Attention:
+    """A layer without a norm whose two maps are one, so that it passes on 1 − λ of the first."""
+    attention = layers(tiny_diff_v1(head_norm="off", lambda_mode="fixed", lambda_value=lam))[0]
     with torch.no_grad():
         for projection in (attention.q_proj, attention.k_proj):
             pairs = projection.weight.unflatten(0, (-1, 2, 16))
             pairs[:, 1] = pairs[:, 0]
-        for name in modeling_diff_v1.LAMBDA_VECTORS:
-            getattr(attention, name).fill_(0.25)
-        attention.lambda_q1.mul_(1.0 + (lam - attention.lam().item()) / attention.lam().exp().item())
-    return attention.to(dtype)
+    return attention
 
 
-def input_of_o_proj(attention: DiffV1Attention, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def input_of_o_proj(attention: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     seen: list[Tensor] = []
     handle = attention.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
-        attention(hidden, rotary)
+        attention(hidden, rotary, attention_mask=None)
     handle.remove()
     return seen[0]
-
-
-def rotary_of(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    return model.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
 
 
 @contextmanager
@@ -254,13 +249,342 @@ def rounded_lambda(attention: DiffV1Attention) -> Iterator[None]:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_lambda_near_one_is_not_rounded_away(autocast: bool) -> None:
     """λ = 0.998 is 1 in bfloat16, and 1 − λ nothing."""
-    attention = nearly_equal_maps(0.998, torch.float32 if autocast else torch.bfloat16)
-    hidden = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1)).to(attention.o_proj.weight.dtype)
-    rotary = rotary_of(tiny_diff_v1(), hidden)
-    first_alone = copy.deepcopy(attention)
-    first_alone.config.lambda_mode, first_alone.config.lambda_value = "fixed", 0.0
+    dtype = torch.float32 if autocast else torch.bfloat16
+    attention, first_alone = equal_maps(0.998).to(dtype), equal_maps(0.0).to(dtype)
+    hidden = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rotary = tiny_diff_v1().model.rotary_emb(hidden, torch.arange(6)[None])
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        expected = input_of_o_proj(first_alone, hidden, rotary).double() * (1.0 - attention.lam().double())
+        expected = 0.002 * input_of_o_proj(first_alone, hidden, rotary)
         assert agrees(input_of_o_proj(attention, hidden, rotary), expected, 2**-7)
         with rounded_lambda(attention):
             assert not agrees(input_of_o_proj(attention, hidden, rotary), expected, 0.5)
+
+
+# ---- every parameter trains --------------------------------------------------------------------------------
+
+TINY = 2e-5  # of the first step's λ under the norm, which only its eps lets through (equal maps): 1e-6 to 1e-5
+TRAINED: dict[str, Callable[[], DiffV1ForCausalLM]] = {
+    "doubled, calibrated": lambda: laid_out("qwen2"),
+    "doubled, annealing": lambda: laid_out("qwen2", norm="anneal", config={"head_norm_steps": 4}),
+    "doubled, no norm": lambda: laid_out("llama-bias", norm="off"),
+    "doubled, q/k norm": lambda: laid_out("qwen3"),
+    "paired": lambda: laid_out("qwen2", heads="paired"),
+    "fresh": lambda: fresh("diff-v1", tiny_config("qwen2"), seed=1, options={}),
+}
+
+
+def laid_out(family: str, config: dict[str, Any] | None = None, changes: Any = None, **options: Any) -> Any:
+    base = tiny_model(family, **(changes or {}))
+    return to_diff_v1(base, V1Options(**options, config=config or {}), TEXT)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    ids = tokens(seed=seed)
+    optimizer.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("start", TRAINED)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_every_parameter_has_a_gradient_by_the_second_step(start: str, kind: type[torch.optim.Optimizer]) -> None:
+    model = TRAINED[start]().train()
+    optimizer = kind(model.parameters(), lr=1e-2)  # type: ignore[call-arg]
+    for seed in (0, 1):
+        step(model, optimizer, seed)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        by_head = parameter.grad.unflatten(0, (-1, 16)).flatten(1) if "_proj.weight" in name else parameter.grad[None]
+        if ".q_proj." in name or ".k_proj." in name or ".v_proj." in name:
+            assert (by_head.norm(dim=1) > TINY).all(), name
+        assert parameter.grad.norm() > TINY, name
+
+
+@pytest.mark.parametrize("norm", ["calibrate", "anneal", "off"])
+def test_the_two_maps_of_doubled_heads_part_in_the_first_step(norm: Any) -> None:
+    steps = {"head_norm_steps": 4} if norm == "anneal" else {}
+    model = laid_out("llama", norm=norm, config=steps).train()
+    pairs = [layer.q_proj.weight.unflatten(0, (-1, 2, layer.head_dim)) for layer in layers(model)]
+    assert all(torch.equal(pair[:, 0], pair[:, 1]) for pair in pairs)
+    step(model, torch.optim.SGD(model.parameters(), lr=1e-1))
+    for pair in (layer.q_proj.weight.unflatten(0, (-1, 2, layer.head_dim)) for layer in layers(model)):
+        assert (pair[:, 0] != pair[:, 1]).any(dim=(1, 2)).all()
+
+
+# ---- the annealing of the norm -----------------------------------------------------------------------------
+
+
+def steps_done(model: Any) -> list[int]:
+    return [int(attention.head_norm_step) for attention in layers(model)]
+
+
+def test_the_annealing_counts_the_steps_of_a_bare_loop() -> None:
+    model = annealing().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for done in range(6):
+        assert steps_done(model) == [done] * 3
+        share = [float(attention.head_norm_share()) for attention in layers(model)]
+        assert share == pytest.approx([min(1.0, done / 4)] * 3)
+        step(model, optimizer, done)
+
+
+def test_the_annealing_counts_optimiser_steps_not_accumulated_batches() -> None:
+    model = annealing().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for batch in range(6):
+        model(input_ids=tokens(seed=batch), labels=tokens(seed=batch)).loss.backward()
+        if batch % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert steps_done(model) == [2] * 3
+
+
+def test_the_annealing_does_not_count_the_steps_of_another_model() -> None:
+    model, other = annealing().train(), annealing().train()
+    step(other, torch.optim.SGD(other.parameters(), lr=1e-3))
+    assert (steps_done(model), steps_done(other)) == ([0] * 3, [1] * 3)
+
+
+def test_two_optimisers_of_one_model_count_once_a_step() -> None:
+    model = annealing().train()
+    vectors = [p for n, p in model.named_parameters() if "lambda" in n]
+    rest = [p for n, p in model.named_parameters() if "lambda" not in n]
+    for optimizer in (torch.optim.SGD(vectors, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)):
+        step(model, optimizer)
+    assert steps_done(model) == [1] * 3
+
+
+def test_the_annealing_runs_when_only_some_weights_train() -> None:
+    model = annealing().train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("v_proj" in name)
+    step(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3))
+    assert steps_done(model) == [1] * 3
+
+
+def trainer(model: Any, folder: Path, max_steps: int) -> Trainer:
+    rows = [{"input_ids": row, "labels": row} for row in tokens(16, 12)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        max_steps=max_steps,
+        save_steps=3,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=rows)
+
+
+def test_the_annealing_counts_under_trainer_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    model = annealing(steps=8)
+    trainer(model, tmp_path, max_steps=3).train()
+    assert steps_done(model) == [3] * 3
+    resumed = annealing(steps=8)
+    trainer(resumed, tmp_path, max_steps=5).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert steps_done(resumed) == [5] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_annealing_survives_save_and_load(tmp_path: Path, dtype: torch.dtype) -> None:
+    register_layouts()
+    model = annealing(done=3)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).train()
+    assert loaded.config.head_norm_steps == 4
+    assert steps_done(loaded) == [3] * 3
+    if dtype == torch.float32:
+        assert torch.equal(logits(loaded.eval(), tokens()), logits(model, tokens()))
+    step(loaded.train(), torch.optim.SGD(loaded.parameters(), lr=1e-3))
+    assert steps_done(loaded) == [4] * 3
+    assert float(layers(loaded)[0].head_norm_share()) == 1.0
+
+
+def test_the_annealing_of_a_deep_copy_counts_on_its_own() -> None:
+    model = annealing(done=1).train()
+    copied = copy.deepcopy(model)
+    step(copied, torch.optim.SGD(copied.parameters(), lr=1e-3))
+    assert (steps_done(model), steps_done(copied)) == ([1] * 3, [2] * 3)
+    step(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert (steps_done(model), steps_done(copied)) == ([2] * 3, [2] * 3)
+
+
+def test_the_annealing_counts_exactly_after_a_cast_to_bfloat16() -> None:
+    model = annealing(steps=1000, done=513).to(torch.bfloat16).train()  # bfloat16 has no 513
+    assert steps_done(model) == [513] * 3
+    assert float(layers(model)[0].head_norm_share()) == pytest.approx(0.513)
+    step(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert steps_done(model) == [514] * 3
+
+
+def without_annealing(model: DiffV1ForCausalLM, head_norm: str) -> DiffV1ForCausalLM:
+    other = tiny_diff_v1(head_norm=head_norm)
+    other.load_state_dict(model.state_dict(), strict=False)
+    return other
+
+
+def test_the_annealing_ends_as_the_plain_norm() -> None:
+    model = annealing(done=4)
+    assert agrees(logits(model, tokens()), logits(without_annealing(model, "rms"), tokens()), 1e-6)
+    assert not agrees(logits(annealing(done=3), tokens()), logits(without_annealing(model, "rms"), tokens()), 1e-3)
+
+
+def test_the_annealing_starts_without_a_norm() -> None:
+    model = annealing()
+    plain = without_annealing(model, "off")
+    for ours, theirs in zip(layers(model), layers(plain), strict=True):
+        scale = ours.subln.weight.repeat(4) / ours.head_rms.repeat_interleave(
+            32
+        )  # gain and constant, column by column
+        theirs.o_proj.weight.data.mul_(scale)
+    assert agrees(logits(model, tokens()), logits(plain, tokens()))
+
+
+def test_annealing_without_a_number_of_steps_refuses_to_train_and_not_to_evaluate() -> None:
+    model = annealing(steps=None)
+    assert agrees(logits(model, tokens()), logits(annealing(steps=7), tokens()), 0.0)
+    with pytest.raises(ValueError, match="head_norm_steps"):
+        model.train()(input_ids=tokens())
+
+
+# ---- a base laid out as V1 ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("norm", ["off", "anneal"])
+def test_doubled_heads_compute_what_the_base_does(family: str, norm: Any) -> None:
+    for changes in ({}, {"num_key_value_heads": 1}):
+        base = tiny_model(family, **changes)
+        model = to_diff_v1(base, V1Options(norm=norm), TEXT)
+        assert agrees(logits(model, tokens()), logits(base, tokens()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lambda_mode": "fixed"},
+        {"lambda_mode": "fixed", "lambda_value": 0},
+        {"lambda_mode": "fixed", "lambda_value": 1.7},
+        {"lambda_mode": "fixed", "lambda_value": 1, "lambda_sign": 1},
+        {"lambda_sign": 1},
+    ],
+)
+def test_doubled_heads_compute_what_the_base_does_with_any_lambda(options: dict[str, Any]) -> None:
+    base = tiny_model("qwen2")
+    for norm in ("off", "anneal"):
+        model = to_diff_v1(base, V1Options(norm=norm, config=options), TEXT)  # type: ignore[arg-type]
+        assert agrees(logits(model, tokens()), logits(base, tokens()))
+
+
+def test_equal_maps_that_cancel_are_refused() -> None:
+    with pytest.raises(DexError, match="cancel"):
+        laid_out("llama", norm="off", config={"lambda_mode": "fixed", "lambda_value": 1})
+
+
+def test_control_doubled_heads_with_a_lambda_of_another_layer_are_not_the_base() -> None:
+    base = tiny_model("qwen2")
+    model = to_diff_v1(base, V1Options(norm="off"), TEXT)
+    for layer_idx, attention in enumerate(layers(model)):
+        attention.lambda_init = modeling_diff_v1.lambda_init(layer_idx + 1)
+    assert not agrees(logits(model, tokens()), logits(base, tokens()), 1e-3)
+
+
+def test_lambda_of_a_laid_out_model_starts_at_lambda_init_and_is_not_dead() -> None:
+    for layer_idx, attention in enumerate(layers(laid_out("llama"))):
+        assert attention.lam().item() == pytest.approx(modeling_diff_v1.lambda_init(layer_idx), rel=1e-6)
+        assert all(getattr(attention, name).norm() > 0 for name in modeling_diff_v1.LAMBDA_VECTORS)
+
+
+def test_the_seed_decides_the_lambda_vectors() -> None:
+    one, same, other = (layers(laid_out("llama", seed=seed)) for seed in (1, 1, 2))
+    for a, b, c in zip(one, same, other, strict=True):
+        assert torch.equal(a.lambda_q1, b.lambda_q1)
+        assert not torch.equal(a.lambda_q1, c.lambda_q1)
+
+
+@pytest.mark.parametrize("heads", ["doubled", "paired"])
+def test_calibrated_columns_lose_least_against_the_heads_of_the_base(heads: Any) -> None:
+    """W_O's columns are the base's times s, where Σ (s z − O)² is least: its residual has no part along z."""
+    base = tiny_model("qwen2")
+    plan = (doubled if heads == "doubled" else paired)(4, 2)
+    model = to_diff_v1(base, V1Options(heads=heads), TEXT)
+    for ours, theirs, x in zip(layers(model), layers(base), attention_inputs(base, TEXT), strict=True):
+        rotary = base.model.rotary_emb(x, torch.arange(16)[None])
+        z = input_of_o_proj(ours, x, rotary).double().unflatten(-1, (-1, 16))
+        own = input_of_o_proj(theirs, x, rotary).double().unflatten(-1, (-1, 16))
+        for block, head in enumerate(plan.o):
+            columns = ours.o_proj.weight.double().unflatten(1, (-1, 16))[:, block]
+            if head == NEW:
+                assert not columns.any()
+                continue
+            scale = columns.norm() / theirs.o_proj.weight.double().unflatten(1, (-1, 16))[:, head].norm()
+            along = ((scale * z[:, :, block] - own[:, :, head]) * z[:, :, block]).sum()
+            assert abs(along) < 1e-5 * own[:, :, head].norm() * z[:, :, block].norm()
+
+
+def attention_inputs(model: Any, ids: Tensor) -> list[Tensor]:
+    seen: list[Tensor] = []
+    handles = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kw: seen.append(kw["hidden_states"]), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    logits(model, ids)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_paired_heads_keep_the_number_of_every_head_and_of_parameters_but_lambda_and_gain() -> None:
+    base = tiny_model("qwen2")
+    model = to_diff_v1(base, V1Options(heads="paired"), TEXT)
+    new = 3 * (4 * 16 + 2 * 16)  # layers · (λ vectors + gain)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in base.parameters()) + new
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 2)
+
+
+def test_an_odd_number_of_key_value_heads_is_refused_for_pairs_and_not_for_doubled_heads() -> None:
+    base = tiny_model("llama", num_key_value_heads=1)
+    with pytest.raises(DexError, match="odd"):
+        to_diff_v1(base, V1Options(heads="paired"), TEXT)
+    assert to_diff_v1(base, V1Options(), TEXT).config.num_key_value_heads == 2
+
+
+def test_a_laid_out_model_keeps_head_dim_and_tied_embeddings_through_a_folder(tmp_path: Path) -> None:
+    register_layouts()
+    model = laid_out("qwen3")  # head_dim 32, where hidden_size / heads is 16
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.head_dim == 32
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert agrees(logits(loaded, tokens()), logits(model, tokens()), 1e-6)
+
+
+HEAD_COUNTS = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda gn: (gn[0] * gn[1], gn[0]))  # H, G
+
+
+@given(HEAD_COUNTS)
+def test_doubled_heads_give_both_maps_their_own_query_key_and_value(counts: tuple[int, int]) -> None:
+    H, G = counts
+    plan, group = doubled(H, G), H // G
+    assert len(plan.k) == len(plan.v) == 2 * G
+    for i in range(H):
+        m = i // group  # of the V1: H diff heads on G pairs
+        assert plan.q[2 * i : 2 * i + 2] == [i, i]
+        assert plan.k[2 * m : 2 * m + 2] == [i // group, i // group]
+        assert plan.v[2 * m] == i // group
+        assert plan.o[2 * i : 2 * i + 2] == [i, NEW]
+
+
+@given(HEAD_COUNTS.map(lambda counts: (2 * counts[0], 2 * counts[1])))
+def test_paired_heads_are_a_permutation_and_keep_query_key_and_value_together(counts: tuple[int, int]) -> None:
+    H, G = counts
+    plan, group = paired(H, G), H // G
+    assert sorted(plan.q) == list(range(H))
+    assert plan.o == plan.q
+    for i in range(H // 2):
+        for which in (0, 1):
+            key = plan.k[2 * (i // group) + which]
+            assert plan.q[2 * i + which] // group == key
