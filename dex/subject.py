@@ -107,6 +107,7 @@ class WholeModel(Subject):
     def __init__(self, recipe: Recipe, base: LoadedModel) -> None:
         self.base = base
         self.model = base.model
+        self.use_cache = base.model.config.use_cache  # the Trainer turns it off in the config
         choose_trainable(self.model, recipe.method.train)
         set_norm_anneal(self.model, recipe)
 
@@ -129,6 +130,7 @@ class WholeModel(Subject):
             self.model.save_pretrained(folder, state_dict=state_dict, max_shard_size="1TB")
 
     def save(self, folder: Path, result: dict[str, Any]) -> None:
+        self.model.config.use_cache = self.use_cache
         with whole_folder(folder, force=True) as partial:
             save_model(self.model, self.base.tokenizer, partial)
             write_trained_card(partial, self.base.source, self.model.config, result)
