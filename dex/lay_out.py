@@ -23,9 +23,8 @@ from dex.console import Bar, say
 from dex.data import Source, calibration
 from dex.errors import DexError
 from dex.layouts.body import body, on_meta
-from dex.layouts.configuration_diff_v1 import DiffV1Config
 from dex.layouts.diffllama import from_diffllama, refuse_what_diffllama_lacks, to_diffllama
-from dex.layouts.to_diff_v1 import Heads, Norm, V1Options, head_map, to_diff_v1
+from dex.layouts.to_diff_v1 import Heads, Norm, V1Options, to_diff_v1, v1_of
 from dex.layouts.to_diff_v2 import to_diff_v2
 from dex.models import (
     ANY,
@@ -128,24 +127,23 @@ def plan_conversion(config: PretrainedConfig, target: Target, model: str) -> Con
     if target.layout == "diff-v2":
         _refuse_v1_settings(target, "diff-v2 has one way to be laid out")
         return Conversion(lambda base, _: to_diff_v2(base), {}, (torch.float32, torch.bfloat16, torch.float16))
-    diffllama = target.layout == "diffllama"
-    heads = target.heads or ("paired" if diffllama else "doubled")
-    options = V1Options(heads, target.norm or "calibrate", target.seed, target.options)
-    shape = body(on_meta(config))
-    head_map(options.heads, shape)
-    settings = {"heads": options.heads, "norm": options.norm, "seed": options.seed, "options": options.config}
-    if diffllama:
-        refuse_what_diffllama_lacks(DiffV1Config(**{**shape, "head_norm_eps": config.rms_norm_eps}))
-        if options.norm != "calibrate" or options.config:
-            raise DexError("DiffLlama has the norm of its heads and no options; leave out --norm and --option.")
-        return Conversion(lambda base, text: _base_to_diffllama(base, options, text), settings, ())
+    options = _v1_options(config, target)
+    settings = {"heads": options.heads, "norm": options.norm, "seed": options.seed, "options": target.options}
+    _, v1 = v1_of(body(on_meta(config)), options)
+    if target.layout == "diffllama":
+        refuse_what_diffllama_lacks(v1)
+        return Conversion(lambda base, text: to_diffllama(to_diff_v1(base, options, text)), settings, ())
     exact = options.heads == "doubled" and options.norm != "calibrate"
     return Conversion(lambda base, text: to_diff_v1(base, options, text), settings, (torch.float32,) if exact else ())
 
 
-def _base_to_diffllama(base: PreTrainedModel, options: V1Options, text: Tensor) -> PreTrainedModel:
-    same_eps = {"head_norm_eps": base.config.rms_norm_eps}  # DiffLlama has one eps
-    return to_diffllama(to_diff_v1(base, V1Options(options.heads, options.norm, options.seed, same_eps), text))
+def _v1_options(config: PretrainedConfig, target: Target) -> V1Options:
+    """A DiffLlama is made by way of a V1, whose heads' norm has the eps of all the other norms."""
+    if target.layout == "diff-v1":
+        return V1Options(target.heads or "doubled", target.norm or "calibrate", target.seed, target.options)
+    if target.norm not in (None, "calibrate") or target.options:
+        raise DexError("DiffLlama has the norm of its heads and no options; leave out --norm and --option.")
+    return V1Options(target.heads or "paired", "calibrate", target.seed, {"head_norm_eps": config.rms_norm_eps})
 
 
 def _between_v1_and_diffllama(model_type: str, target: Target, model: str) -> Conversion:

@@ -50,25 +50,24 @@ def to_diff_v1(base: PreTrainedModel, options: V1Options, input_ids: Tensor) -> 
 
     Raises DexError for paired heads where the number of key/value heads is odd.
     """
-    shape = body(base)
-    heads = head_map(options.heads, shape)
-    head_norm = {"calibrate": "rms", "anneal": "anneal", "off": "off"}[options.norm]
-    sizes = {"num_attention_heads": len(heads.q), "num_key_value_heads": len(heads.k)}
-    config = diff_v1_config(**{**shape, **sizes, "head_norm": head_norm, **options.config})
+    heads, config = v1_of(body(base), options)
     weights = map_heads(weights_of(base), heads, config.head_dim)
     for layer_idx in range(config.num_hidden_layers):
         weights |= new_tensors(config, layer_idx, base.dtype, options.seed)
     model = build(DiffV1ForCausalLM, config, weights)
     measured = measure(base, model, heads, input_ids)
     for layer, moments in zip(model.get_decoder().layers, measured, strict=True):
-        _set_scales(layer.self_attn, moments, exact=options.heads == "doubled" and head_norm != "rms")
+        _set_scales(layer.self_attn, moments, exact=options.heads == "doubled" and options.norm != "calibrate")
     return model
 
 
-def head_map(heads: Heads, shape: dict[str, Any]) -> HeadMap:
-    """Which heads of the base each head of the V1 is made of. `shape` is the base's `body`."""
+def v1_of(shape: dict[str, Any], options: V1Options) -> tuple[HeadMap, DiffV1Config]:
+    """Which heads of the base each head of the V1 is made of, and its configuration. `shape` is the base's `body`."""
     H, G = shape["num_attention_heads"], shape["num_key_value_heads"]
-    return doubled(H, G) if heads == "doubled" else paired(H, G)
+    heads = doubled(H, G) if options.heads == "doubled" else paired(H, G)
+    sizes = {"num_attention_heads": len(heads.q), "num_key_value_heads": len(heads.k)}
+    head_norm = {"calibrate": "rms", "anneal": "anneal", "off": "off"}[options.norm]
+    return heads, diff_v1_config(**{**shape, **sizes, "head_norm": head_norm, **options.config})
 
 
 def doubled(H: int, G: int) -> HeadMap:
