@@ -362,6 +362,15 @@ def test_the_annealing_runs_when_only_some_weights_train() -> None:
     assert steps_done(model) == [1] * 3
 
 
+def test_the_annealing_runs_when_the_optimiser_holds_only_some_weights() -> None:
+    model = annealing().train()
+    held = [p for n, p in model.named_parameters() if "o_proj" in n or "q_proj" in n]
+    optimizer = torch.optim.SGD(held, lr=1e-3)
+    for batch in range(2):
+        step(model, optimizer, batch)
+    assert steps_done(model) == [2] * 3
+
+
 def trainer(model: Any, folder: Path, max_steps: int) -> Trainer:
     rows = [{"input_ids": row, "labels": row} for row in tokens(16, 12)]
     arguments = TrainingArguments(
@@ -574,7 +583,7 @@ def test_doubled_heads_give_both_maps_their_own_query_key_and_value(counts: tupl
         m = i // group  # of the V1: H diff heads on G pairs
         assert plan.q[2 * i : 2 * i + 2] == [i, i]
         assert plan.k[2 * m : 2 * m + 2] == [i // group, i // group]
-        assert plan.v[2 * m] == i // group
+        assert plan.v[2 * m : 2 * m + 2] == [i // group, (i // group + 1) % G]  # its own, and the next key's
         assert plan.o[2 * i : 2 * i + 2] == [i, NEW]
 
 

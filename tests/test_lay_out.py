@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, tiny_tokenizer, tokens, write_tiny
+from tiny import FAMILIES, tiny_model, tiny_tokenizer, tokens, write_tiny
 from transformers import DiffLlamaForCausalLM
 
 from dex.convert import Choice, convert
@@ -21,6 +21,8 @@ from dex.errors import DexError
 from dex.evaluate.suite import evaluate
 from dex.lay_out import Target, lay_out
 from dex.layouts.options import parse_options
+from dex.layouts.to_diff_v1 import V1Options, to_diff_v1
+from dex.layouts.to_diff_v2 import to_diff_v2
 from dex.method import DexConfig
 from dex.models import ANY, load_model
 from dex.recipe import data_block
@@ -137,6 +139,19 @@ def test_models_of_all_layouts_are_evaluated_on_the_same_blocks(tmp_path: Path) 
     result = evaluate(models, tmp_path / "eval", data)["models"]
     assert result[models[1]]["loss"] == result[models[0]]["loss"]
     assert result[models[2]]["loss"] != result[models[0]]["loss"]
+
+
+@pytest.mark.parametrize("layout", ["diff-v2", "diff-v1"])
+def test_training_the_converted_model_leaves_its_base_alone(layout: str) -> None:
+    base = tiny_model("llama")
+    with torch.no_grad():
+        before = base(tokens()).logits
+    made = to_diff_v2(base) if layout == "diff-v2" else to_diff_v1(base, V1Options(), tokens())
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    made(tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(base(tokens()).logits, before)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------

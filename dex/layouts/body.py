@@ -59,9 +59,9 @@ def on_meta(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's weights by name, a tied head left out."""
+    """Copies of the model's weights by name, a tied head left out: training what is built of them leaves it alone."""
     tied = set(model.all_tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    return {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def build(cls: type[PreTrainedModel], config: PretrainedConfig, weights: dict[str, Tensor]) -> PreTrainedModel:

@@ -91,7 +91,7 @@ class DiffV1Attention(nn.Module):
     def follow_optimizers(self) -> None:
         """From now on, every optimiser step of this module's weights advances its head_norm_step."""
         if self.config.head_norm == "anneal":
-            _annealed.add(self)
+            _annealed[self] = None
             _count_optimizer_steps()
 
     def forward(
@@ -132,11 +132,10 @@ class DiffV1Attention(nn.Module):
         options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window, **kwargs}
         D, takes_wide_values = self.head_dim, implementation in ("eager", "flex_attention")
         if not takes_wide_values and (q.shape[2] == 1 or 2 * D > WIDEST_KERNEL):
+            queries, keys, values = (heads.unflatten(1, (-1, 2)).unbind(2) for heads in (q, k, v))
             first, second = (
-                torch.cat(
-                    [interface(self, q[:, j::2], k[:, j::2], v[:, i::2], mask, **options)[0] for i in (0, 1)], -1
-                )
-                for j in (0, 1)
+                torch.cat([interface(self, query, key, value, mask, **options)[0] for value in values], dim=-1)
+                for query, key in zip(queries, keys, strict=True)
             )
             return first, second, None
         padding = 0 if takes_wide_values else D
@@ -144,11 +143,11 @@ class DiffV1Attention(nn.Module):
         joined = v.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)  # [B, G/2, S, 2D]
         heads, maps = interface(self, q, k, torch.cat([joined, joined], 1), mask, **options)
         first, second = heads.chunk(2, dim=2)
-        return first, second, maps
+        return first, second, maps if implementation == "eager" else None
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
         """(1 − λ_init) RMSNorm(first − λ second), [B, T, h, 2D], in float32."""
-        u = first + self.config.lambda_sign * self.lam() * second
+        u = first - self.lam() * second if self.config.lambda_sign == -1 else first + self.lam() * second
         if self.config.head_norm == "off":
             return (1.0 - self.lambda_init) * u
         gain = (1.0 - self.lambda_init) * self.subln.weight.float()
@@ -184,7 +183,9 @@ def _maps_apart(heads: Tensor) -> Tensor:
     return heads.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
-_annealed: weakref.WeakSet[DiffV1Attention] = weakref.WeakSet()
+# The attentions that anneal, and the optimiser that counts for each: the first one to step with any of its weights.
+_annealed: weakref.WeakKeyDictionary[DiffV1Attention, weakref.ref[torch.optim.Optimizer] | None]
+_annealed = weakref.WeakKeyDictionary()
 
 
 @once
@@ -192,12 +193,17 @@ def _count_optimizer_steps() -> None:
     """Once a process: a hook on torch's optimisers, so that the count is right in any training loop."""
 
     def count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # a gradient scaler's word to a fused optimiser: skip this
+        if found_inf is not None and found_inf.item():
+            return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for module in list(_annealed):
-            # The first one stands for all, so that two optimisers that share a module do not count twice.
-            trained = next((p for p in module.parameters() if p.requires_grad), None)
-            if trained is not None and id(trained) in held:
-                module.head_norm_step += 1
+        for module, counting in list(_annealed.items()):
+            if any(id(parameter) in held for parameter in module.parameters()):
+                counter = counting() if counting is not None else None
+                if counter is None:
+                    counter, _annealed[module] = optimizer, weakref.ref(optimizer)
+                if counter is optimizer:
+                    module.head_norm_step += 1
 
     register_optimizer_step_post_hook(count)
 

@@ -68,7 +68,7 @@ class DiffV2Attention(nn.Module):
         past_key_values: Cache | None = None,  # the name of `cache` before transformers 5.20
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The second value holds the eager path's 2H maps [B, 2H, T, S], before λ; None on the other paths."""
+        """The second value holds the eager path's maps [B, 2H, T, S], all first maps, then all second, before λ."""
         B, T = hidden_states.shape[:2]
         q = self.q_norm(self.q_proj(hidden_states).view(B, T, -1, self.head_dim)).transpose(1, 2)  # [B, 2H, T, D]
         k = self.k_norm(self.k_proj(hidden_states).view(B, T, -1, self.head_dim)).transpose(1, 2)  # [B, G, T, D]
@@ -96,7 +96,8 @@ class DiffV2Attention(nn.Module):
         )
         lam = self.lam(hidden_states)[..., None]  # [B, T, H, 1]
         out = first[0] - lam * second[0]  # [B, T, H, D], float32 as λ is
-        return self.project(out.reshape(B, T, -1), first[0].dtype), first[1]
+        maps = torch.cat([first[1], second[1]], dim=1) if implementation == "eager" else None
+        return self.project(out.reshape(B, T, -1), first[0].dtype), maps
 
     def project(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
         """o_proj of float32 heads, [B, T, H·D] to [B, T, d].
