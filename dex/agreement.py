@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dex.errors import DexError
+
 POSITIONS = 64
 
 
@@ -21,11 +23,13 @@ class Agreement:
 
 
 def agreement(pairs: Iterator[tuple[Tensor, Tensor]]) -> Agreement:
-    """Compare logits a and b, given block by block as [T, V]."""
+    """Compare logits a and b, given block by block as [T, V]. Raises DexError where one is not finite."""
     difference = largest = kl = 0.0
     same = positions = 0
     for a, b in _few_at_a_time(pairs):
         a, b = a.double(), b.double()
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise DexError("A model computes logits that are not finite, so nothing can be compared; try float32.")
         difference = max(difference, (a - b).abs().max().item())
         largest = max(largest, a.abs().max().item())
         log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)

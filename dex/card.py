@@ -51,7 +51,7 @@ _TITLES = {
     "diff-v1": "a DIFF Transformer V1 (arXiv:2410.05258)",
     "diff-v2": "a DIFF Transformer V2",
     "diffllama": "transformers' DiffLlama",
-    "base": "itself, with fresh weights",
+    "base": "a model of the base's own layout",
 }
 
 

@@ -157,7 +157,8 @@ def convert(
     """Attach Dex to MODEL and write the untrained adapter folder; or lay MODEL out as a DIFF Transformer."""
     if layout is not None:
         _refuse_beside(context, "--layout", _DEX_OPTIONS)
-        target = _target(layout, layout_heads, norm, option, seed)
+        given_seed = seed if _was_given(context, "seed") else None
+        target = _target(layout, layout_heads, norm, option, given_seed)
         from dex import lay_out as verb_of_layouts
 
         record = verb_of_layouts.lay_out(
@@ -167,6 +168,7 @@ def convert(
             text=data,
             sequences=16 if sequences is None else sequences,
             length=length,
+            held_out=held_out,
             revision=revision,
             dtype=dtype,
             force=force,
@@ -207,7 +209,6 @@ _DEX_OPTIONS = (
     "plan",
     "criterion",
     "per_layer",
-    "held_out",
     "schedule",
     "anneal_steps",
     "lam",
@@ -217,7 +218,7 @@ _DEX_OPTIONS = (
 )
 
 
-def _target(layout: str, heads: Any, norm: Any, option: list[str] | None, seed: int) -> Any:
+def _target(layout: str, heads: Any, norm: Any, option: list[str] | None, seed: int | None) -> Any:
     for flag, value, words in (
         ("--heads", heads, ("doubled", "paired")),
         ("--norm", norm, ("calibrate", "anneal", "off")),

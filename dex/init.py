@@ -11,7 +11,7 @@ from dex import __version__
 from dex.card import write_layout_card
 from dex.errors import DexError
 from dex.layouts.fresh import fresh, num_parameters
-from dex.models import ModelSource, load_config, load_tokenizer, read_config_file, save_model
+from dex.models import ModelSource, is_quantised, load_outline, load_tokenizer, read_config_file, save_model
 from dex.output import refuse_to_overwrite, whole_folder, write_json
 
 LAYOUTS = ("base", "diff-v1", "diff-v2", "diffllama")
@@ -40,7 +40,7 @@ def init(
         raise DexError(f"--option is for diff-v1; {layout} has no options.")
     refuse_to_overwrite(output, force, MADE_HERE)
     config, source = _like(like, revision)
-    words = _tokenizer_like(like, tokenizer, revision)
+    words = _tokenizer_like(source, tokenizer)
     if len(words) > config.vocab_size:
         raise DexError(f"The tokenizer has {len(words):,} tokens, and vocab_size of {like} is {config.vocab_size:,}.")
     model = fresh(layout, config, seed, options or {})
@@ -72,22 +72,24 @@ def describe(record: dict[str, Any]) -> str:
 
 def _like(like: str, revision: str | None) -> tuple[PretrainedConfig, ModelSource]:
     if not _is_config_file(like):
-        config = load_config(like, revision)
-        return config, ModelSource(like, revision)
+        config, source = load_outline(like, revision)
+        if is_quantised(config):
+            raise DexError(f"{like} is quantised, which its config says; take the unquantised checkpoint.")
+        return config, source
     if revision is not None:
         raise DexError(f"{like} is a file and has no revisions; leave out --revision.")
     return read_config_file(Path(like)), ModelSource(like)
 
 
-def _tokenizer_like(like: str, tokenizer: str | None, revision: str | None) -> PreTrainedTokenizerBase:
+def _tokenizer_like(source: ModelSource, tokenizer: str | None) -> PreTrainedTokenizerBase:
     if tokenizer is not None:
-        return load_tokenizer(tokenizer)
-    if not _is_config_file(like):
-        return load_tokenizer(like, revision)
-    folder = Path(like).absolute().parent
+        return load_tokenizer(ModelSource(tokenizer))
+    if not _is_config_file(source.id):
+        return load_tokenizer(source)
+    folder = Path(source.id).absolute().parent
     if not (folder / "tokenizer_config.json").is_file():
-        raise DexError(f"{like} has no tokenizer beside it; name a model that has one with --tokenizer.")
-    return load_tokenizer(str(folder))
+        raise DexError(f"{source.id} has no tokenizer beside it; name a model that has one with --tokenizer.")
+    return load_tokenizer(ModelSource(str(folder)))
 
 
 def _is_config_file(like: str) -> bool:

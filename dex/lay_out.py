@@ -45,12 +45,12 @@ TOLERANCE = 1e-4  # of the largest logit, where the layout promises the same fun
 
 @dataclass(frozen=True)
 class Target:
-    """The layout to make. heads and norm are those of DIFF V1 and DiffLlama; None: the layout's own default."""
+    """The layout to make. heads, norm and seed are those of DIFF V1 and DiffLlama; None: the layout's own default."""
 
     layout: str
     heads: Heads | None = None
     norm: Norm | None = None
-    seed: int = 0
+    seed: int | None = None  # of the λ vectors; None: 0
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ class Conversion:
 
     run: Callable[[PreTrainedModel, Tensor], PreTrainedModel]
     settings: dict[str, Any]  # what is recorded
-    exact_in: tuple[torch.dtype, ...]  # dtypes in which the function is promised to stay the same
+    exact: bool  # is the function promised to stay the same, in float32
 
 
 def lay_out(
@@ -71,6 +71,7 @@ def lay_out(
     text: str = "pydoc",
     sequences: int = 16,
     length: int = 512,
+    held_out: float = 0.0,
     revision: str | None = None,
     dtype: str = "auto",
     force: bool = False,
@@ -78,6 +79,7 @@ def lay_out(
     """Write the folder of a model in another layout; returns what layout.json holds.
 
     sequences × length tokens of text: the first half to fit scales on, the second to measure the divergence on.
+    held_out is the share of the documents that neither may see, because something will be evaluated on them.
     Raises DexError for a layout that the model cannot have, with the reason, before its weights are read.
     """
     if target.layout not in LAYOUTS:
@@ -87,10 +89,11 @@ def lay_out(
     refuse_quantised(config)
     conversion = plan_conversion(config, target, model)
     base = load_model(model, revision, dtype, families=ANY)
-    windows, text_fingerprint = calibration(Source(text), base.tokenizer, sequences, length)
+    windows, text_fingerprint = calibration(Source(text), base.tokenizer, sequences, length, held_out)
     if len(windows) < 2:
         raise DexError(
-            f"{text} has one window of {length} tokens, and two are needed; use more text or a lower --length."
+            f"{text} gives one window of {length} tokens, and two are needed, to fit on and to measure on; use more "
+            "text, a lower --length, or --sequences of at least 2."
         )
     fitting, measuring = windows.tensor_split(2)
     base.model.to(device())
@@ -102,7 +105,7 @@ def lay_out(
         del made
         again = load_model(str(partial), families=ANY).model.to(device())
         divergence = measure_divergence(base.model, again, measuring)
-        if base.model.dtype in conversion.exact_in:
+        if conversion.exact and base.model.dtype == torch.float32:
             _refuse_difference(divergence, target.layout)
         record = {
             "layout": target.layout,
@@ -123,47 +126,54 @@ def lay_out(
 def plan_conversion(config: PretrainedConfig, target: Target, model: str) -> Conversion:
     """How a model of this configuration becomes the target. Raises DexError, with the reason, if it cannot."""
     if config.model_type in DIFF:
-        return _between_v1_and_diffllama(config.model_type, target, model)
+        return _between_v1_and_diffllama(config, target, model)
     if target.layout == "diff-v2":
         _refuse_v1_settings(target, "diff-v2 has one way to be laid out")
-        return Conversion(lambda base, _: to_diff_v2(base), {}, (torch.float32, torch.bfloat16, torch.float16))
+        return Conversion(lambda base, _: to_diff_v2(base), {}, exact=True)
     options = _v1_options(config, target)
     settings = {"heads": options.heads, "norm": options.norm, "seed": options.seed, "options": target.options}
     _, v1 = v1_of(body(on_meta(config)), options)
     if target.layout == "diffllama":
         refuse_what_diffllama_lacks(v1)
-        return Conversion(lambda base, text: to_diffllama(to_diff_v1(base, options, text)), settings, ())
+        return Conversion(lambda base, text: to_diffllama(to_diff_v1(base, options, text)), settings, exact=False)
     exact = options.heads == "doubled" and options.norm != "calibrate"
-    return Conversion(lambda base, text: to_diff_v1(base, options, text), settings, (torch.float32,) if exact else ())
+    return Conversion(lambda base, text: to_diff_v1(base, options, text), settings, exact)
 
 
 def _v1_options(config: PretrainedConfig, target: Target) -> V1Options:
     """A DiffLlama is made by way of a V1, whose heads' norm has the eps of all the other norms."""
+    seed = target.seed or 0
     if target.layout == "diff-v1":
-        return V1Options(target.heads or "doubled", target.norm or "calibrate", target.seed, target.options)
+        if "head_norm" in target.options:
+            raise DexError("--option head_norm is for dex init; a pretrained model's norm is chosen with --norm.")
+        if target.norm == "off" and "head_norm_eps" in target.options:
+            raise DexError("--option head_norm_eps has no effect with --norm off; remove it.")
+        return V1Options(target.heads or "doubled", target.norm or "calibrate", seed, target.options)
     if target.norm not in (None, "calibrate") or target.options:
         raise DexError("DiffLlama has the norm of its heads and no options; leave out --norm and --option.")
-    return V1Options(target.heads or "paired", "calibrate", target.seed, {"head_norm_eps": config.rms_norm_eps})
+    return V1Options(target.heads or "paired", "calibrate", seed, {"head_norm_eps": config.rms_norm_eps})
 
 
-def _between_v1_and_diffllama(model_type: str, target: Target, model: str) -> Conversion:
+def _between_v1_and_diffllama(config: PretrainedConfig, target: Target, model: str) -> Conversion:
     pairs: dict[tuple[str, str], Callable[[PreTrainedModel], PreTrainedModel]] = {
         ("diff_v1", "diffllama"): to_diffllama,
         ("diffllama", "diff-v1"): from_diffllama,
     }
-    if (model_type, target.layout) not in pairs:
+    if (config.model_type, target.layout) not in pairs:
         raise DexError(
-            f"{model} is laid out as {model_type} already, and cannot become {target.layout}; "
+            f"{model} is laid out as {config.model_type} already, and cannot become {target.layout}; "
             "give the pretrained model that it was made from."
         )
     _refuse_v1_settings(target, f"{model} has its heads and norm already")
-    convert = pairs[model_type, target.layout]
-    return Conversion(lambda base, _: convert(base), {}, (torch.float32,))
+    if target.layout == "diffllama" and config.head_norm != "anneal":  # how far it has annealed is in the weights
+        refuse_what_diffllama_lacks(config)
+    convert = pairs[config.model_type, target.layout]
+    return Conversion(lambda base, _: convert(base), {}, exact=True)
 
 
 def _refuse_v1_settings(target: Target, why: str) -> None:
-    if target.heads or target.norm or target.options:
-        raise DexError(f"{why}; leave out --heads, --norm and --option.")
+    if target.heads or target.norm or target.options or target.seed is not None:
+        raise DexError(f"{why}; leave out --heads, --norm, --option and --seed.")
 
 
 # ---- divergence --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Base models: where MODEL comes from, what is refused before work starts, and what is read off a model.
 
-The only file of this package that names model families. MODEL is a folder, a .gguf file, an embedded name or a
+The only file of this package that names the families of bases. MODEL is a folder, a .gguf file, an embedded name or a
 Hub id. The first three need no network. A Hub id is resolved to one commit, its files are fetched into the cache
 and loaded from that folder, so config, tokenizer and weights cannot come from two commits.
 """
@@ -156,9 +156,15 @@ def read_config_file(path: Path) -> PretrainedConfig:
     return config
 
 
-def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of MODEL, without its weights."""
+def load_outline(model: str, revision: str | None = None) -> tuple[PretrainedConfig, ModelSource]:
+    """The config of MODEL and the commit that it is of, without weights or tokenizer."""
     place = _locate(model, revision)
+    return _read_config(place, SUPPORTED), place.source
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, without its weights."""
+    place = _locate(source.id, source.commit or source.revision)
     _fetch(place, _TOKENIZER_FILES)
     tokenizer = _read_tokenizer(place)
     tokenizer.name_or_path = place.source.id
@@ -205,11 +211,13 @@ def is_quantised(config: PretrainedConfig) -> bool:
 
 
 def refuse_quantised(config: PretrainedConfig) -> None:
-    """Raise DexError for a base whose weights are quantised: nothing can be folded into them exactly."""
+    """Raise DexError for a model whose weights are quantised: nothing can be folded or laid out exactly."""
     if is_quantised(config):
         method = config.to_dict()["quantization_config"].get("quant_method", "an unnamed method")
         name = getattr(config, "name_or_path", "") or "This model"
-        raise DexError(f"{name} is quantised ({method}) and cannot be folded; use the unquantised checkpoint.")
+        raise DexError(
+            f"{name} is quantised ({method}) and dex cannot write into its weights; use the unquantised checkpoint."
+        )
 
 
 def attention_shape(config: PretrainedConfig) -> AttentionShape:
@@ -247,10 +255,14 @@ def _check_model_type(model_type: str | None, model: str, families: Sequence[str
 def fingerprint(model: torch.nn.Module) -> str:
     """A short hex identity of the base weights: the same from any path, in float32 and in bfloat16.
 
-    Made of the name, shape and a few entries, rounded to bfloat16, of every parameter. With an adapter attached, the
-    base weights beneath it count. A float16 copy of a float32 checkpoint rounds twice, so it has its own identity.
+    Made of the name, shape and a few entries, rounded to bfloat16, of every parameter, and of a DIFF model's options.
+    With an adapter attached, the base weights beneath it count. A float16 copy of a float32 checkpoint rounds twice,
+    so it has its own identity.
     """
     digest = hashlib.sha256(str(getattr(model.config, "model_type", "")).encode())
+    if model.config.model_type in DIFF:
+        options = {name: v for name, v in model.config.to_dict().items() if name.startswith(("lambda_", "head_norm"))}
+        digest.update(json.dumps(options, sort_keys=True).encode())
     for name, parameter in sorted(_base_parameters(model)):
         sample = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLED)].to("cpu", torch.bfloat16)
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
@@ -262,7 +274,7 @@ def _base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
     """The parameters that the base has without an adapter, under the names they have without one."""
     for name, parameter in model.named_parameters():
         owner, _, own_name = name.removeprefix("base_model.model.").rpartition(".")
-        if own_name in ("weight", "bias") and not re.search(r"\.(dex|lora)_", f".{owner}."):
+        if own_name.startswith(("weight", "bias", "lambda_")) and not re.search(r"\.(dex|lora)_", f".{owner}."):
             yield f"{owner.removesuffix('.base_layer')}.{own_name}", parameter
 
 

@@ -194,7 +194,7 @@ class _Block(BaseModel):
 class ModelChoice(_Block):
     id: Annotated[str, _text()]  # a Hub id, a folder or a .gguf file
     revision: Annotated[str | None, _text(null=True)] = None
-    dtype: Annotated[Dtype, _choice(Dtype)] = "float32"  # of the frozen base; what trains is float32
+    dtype: Annotated[Dtype, _choice(Dtype)] = "float32"  # of what is frozen; what trains is float32
 
 
 class ScoredHeads(_Block):
@@ -254,9 +254,9 @@ class Method(_Block):
     @model_validator(mode="before")
     @classmethod
     def _refuse_idle_keys(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        name = values.get("name", "dex")
+        name = values.get("name", "dex") if isinstance(values, Mapping) else None
+        if name not in get_args(MethodName):
+            return values  # refused by the types
         keys = _keys_of(name)
         if idle := [key for key in values if key in cls.model_fields and key not in keys]:
             raise _clash(
@@ -282,11 +282,9 @@ _WHAT = {
 }
 
 
-def _keys_of(name: Any) -> set[str]:
+def _keys_of(name: str) -> set[str]:
     """The keys that have an effect with this method."""
-    if name in _BRANCHLESS:
-        return _BRANCHLESS[name]
-    return set(Method.model_fields) - (_BRANCHLESS["full"] - {"name"} if name == "dex" else set())
+    return _BRANCHLESS.get(name) or set(Method.model_fields) - (_BRANCHLESS["full"] - {"name"})
 
 
 class Source(_Block):
@@ -688,6 +686,8 @@ def _expected_block(path: KeyPath) -> str:
         return "a list of sources is expected"
     if path == ("method", "layers"):
         return "a list of layer indices or null is expected"
+    if path == ("method", "train"):
+        return "a list of names or null is expected"
     return f"a block with {_named_keys(_without_indices(path))} is expected"
 
 

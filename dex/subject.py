@@ -14,7 +14,7 @@ from dex.adapter import attach, save_adapter
 from dex.card import write_trained_card
 from dex.errors import DexError
 from dex.heads import HeadPlan
-from dex.layouts.watch import V1Callback
+from dex.layouts.callback import V1Callback
 from dex.method import DexConfig
 from dex.method.callback import DexCallback
 from dex.models import LoadedModel, quiet, save_model
@@ -113,13 +113,12 @@ class WholeModel(Subject):
 
     def parameter_groups(self, recipe: Recipe) -> list[dict[str, Any]]:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        groups = {
-            recipe.run.weight_decay: [parameter for parameter in trained if parameter.ndim > 1],
-            0.0: [parameter for parameter in trained if parameter.ndim <= 1],
-        }
-        if not recipe.run.weight_decay:
-            groups = {0.0: trained}
-        return [{"params": params, "lr": recipe.run.lr, "weight_decay": decay} for decay, params in groups.items()]
+        matrices, others = ([p for p in trained if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+        return [
+            {"params": params, "lr": recipe.run.lr, "weight_decay": decay}
+            for params, decay in ((matrices, recipe.run.weight_decay), (others, 0.0))
+            if params
+        ]
 
     def callbacks(self) -> list[TrainerCallback]:
         return [V1Callback()]

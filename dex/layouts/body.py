@@ -52,6 +52,11 @@ def body(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def kept(config: PretrainedConfig) -> dict[str, Any]:
+    """What DIFF V1 and DiffLlama configurations have in common."""
+    return {key: getattr(config, key) for key in (*KEPT, "num_attention_heads", "num_key_value_heads", "head_dim")}
+
+
 def on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model of a configuration without any memory behind it: its modules and shapes."""
     with torch.device("meta"):

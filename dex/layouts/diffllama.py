@@ -15,7 +15,7 @@ import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dex.errors import DexError
-from dex.layouts.body import KEPT, build, weights_of
+from dex.layouts.body import build, kept, weights_of
 from dex.layouts.configuration_diff_v1 import DiffV1Config
 from dex.layouts.head_map import HeadMap, Weights, map_heads
 from dex.layouts.modeling_diff_v1 import DiffV1ForCausalLM
@@ -23,7 +23,7 @@ from dex.layouts.modeling_diff_v1 import DiffV1ForCausalLM
 
 def to_diffllama(model: PreTrainedModel) -> PreTrainedModel:
     """A DIFF V1 as a DiffLlama. Raises DexError where DiffLlama cannot say what the V1 does."""
-    config, weights = _annealed(model)
+    config, weights = _settled(model)
     refuse_what_diffllama_lacks(config)
     Q, G, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     bias = config.qkv_bias or config.o_bias
@@ -32,9 +32,8 @@ def to_diffllama(model: PreTrainedModel) -> PreTrainedModel:
         _gain_into_o_proj(weights, f"model.layers.{layer_idx}.self_attn")
         if bias:
             _add_missing_biases(weights, f"model.layers.{layer_idx}.self_attn")
-    kept = {key: getattr(config, key) for key in (*KEPT, "num_attention_heads", "num_key_value_heads", "head_dim")}
     options = {"attention_bias": bias, "lambda_std_dev": config.lambda_std_dev}
-    return build(DiffLlamaForCausalLM, DiffLlamaConfig(**kept, **options), weights)
+    return build(DiffLlamaForCausalLM, DiffLlamaConfig(**kept(config), **options), weights)
 
 
 def from_diffllama(model: PreTrainedModel) -> PreTrainedModel:
@@ -45,14 +44,13 @@ def from_diffllama(model: PreTrainedModel) -> PreTrainedModel:
     weights = map_heads(weights_of(model), heads, D)
     for layer_idx in range(config.num_hidden_layers):
         weights[f"model.layers.{layer_idx}.self_attn.subln.weight"] = torch.ones(2 * D, dtype=model.dtype)
-    kept = {key: getattr(config, key) for key in (*KEPT, "num_attention_heads", "num_key_value_heads", "head_dim")}
     options: dict[str, Any] = {
         "qkv_bias": config.attention_bias,
         "o_bias": config.attention_bias,
         "lambda_std_dev": config.lambda_std_dev,
         "head_norm_eps": config.rms_norm_eps,
     }
-    return build(DiffV1ForCausalLM, DiffV1Config(**kept, **options), weights)
+    return build(DiffV1ForCausalLM, DiffV1Config(**kept(config), **options), weights)
 
 
 def refuse_what_diffllama_lacks(config: PretrainedConfig) -> None:
@@ -75,7 +73,7 @@ def refuse_what_diffllama_lacks(config: PretrainedConfig) -> None:
         )
 
 
-def _annealed(model: PreTrainedModel) -> tuple[PretrainedConfig, Weights]:
+def _settled(model: PreTrainedModel) -> tuple[PretrainedConfig, Weights]:
     """Configuration and weights of a V1; one that has annealed to the end is a plain one."""
     config, weights = model.config, weights_of(model)
     if config.head_norm != "anneal":

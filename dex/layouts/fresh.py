@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, PretrainedConfig, PreTrainedModel, set_seed
 
 from dex.errors import DexError
-from dex.layouts.body import KEPT, body, on_meta
+from dex.layouts.body import body, kept, on_meta
 from dex.layouts.configuration_diff_v1 import DiffV1Config
 from dex.layouts.configuration_diff_v2 import DiffV2Config
 from dex.layouts.diffllama import refuse_what_diffllama_lacks
@@ -53,8 +53,7 @@ def fresh_config(layout: str, like: PretrainedConfig, options: dict[str, Any]) -
     if layout == "diff-v1":
         return config
     refuse_what_diffllama_lacks(DiffV1Config(**{**shape, "head_norm_eps": shape["rms_norm_eps"]}))
-    kept = {key: getattr(config, key) for key in (*KEPT, "num_attention_heads", "num_key_value_heads", "head_dim")}
-    return DiffLlamaConfig(**kept, attention_bias=config.qkv_bias)
+    return DiffLlamaConfig(**kept(config), attention_bias=config.qkv_bias)
 
 
 def num_parameters(config: PretrainedConfig) -> int:

@@ -27,6 +27,12 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
         if name in options:
             raise DexError(f"--option {name} is given twice.")
         options[name] = _parse(name, value)
+    if options.get("lambda_mode") == "fixed" and "lambda_std_dev" in options:
+        raise DexError(
+            "--option lambda_std_dev has no effect with lambda_mode fixed, which has no vectors; remove it."
+        )
+    if options.get("head_norm") == "off" and "head_norm_eps" in options:
+        raise DexError("--option head_norm_eps has no effect with head_norm off; remove it.")
     return options
 
 
@@ -44,7 +50,8 @@ def _parse(name: str, value: str) -> Any:
         "lambda_value": math.isfinite(number),
     }.get(name, number > 0 and math.isfinite(number))
     if not allowed:
-        expected = {"lambda_sign": "-1 or 1", "lambda_value": "a number"}.get(name, "a number above 0")
+        whole = "a whole number above 0" if name in _WHOLE else "a number above 0"
+        expected = {"lambda_sign": "-1 or 1", "lambda_value": "a number"}.get(name, whole)
         raise DexError(f"--option {name} is {value!r}; it must be {expected}.")
     return number
 

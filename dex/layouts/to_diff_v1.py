@@ -54,7 +54,7 @@ def to_diff_v1(base: PreTrainedModel, options: V1Options, input_ids: Tensor) -> 
     weights = map_heads(weights_of(base), heads, config.head_dim)
     for layer_idx in range(config.num_hidden_layers):
         weights |= new_tensors(config, layer_idx, base.dtype, options.seed)
-    model = build(DiffV1ForCausalLM, config, weights)
+    model = build(DiffV1ForCausalLM, config, weights).to(base.device)
     measured = measure(base, model, heads, input_ids)
     for layer, moments in zip(model.get_decoder().layers, measured, strict=True):
         _set_scales(layer.self_attn, moments, exact=options.heads == "doubled" and options.norm != "calibrate")
@@ -66,6 +66,11 @@ def v1_of(shape: dict[str, Any], options: V1Options) -> tuple[HeadMap, DiffV1Con
     H, G = shape["num_attention_heads"], shape["num_key_value_heads"]
     heads = doubled(H, G) if options.heads == "doubled" else paired(H, G)
     sizes = {"num_attention_heads": len(heads.q), "num_key_value_heads": len(heads.k)}
+    value = options.config.get("lambda_value")
+    if options.heads == "doubled" and value is not None and value * options.config.get("lambda_sign", -1) == -1:
+        raise DexError(
+            "With this λ the two equal maps of doubled heads cancel; choose another --option lambda_value."
+        )
     head_norm = {"calibrate": "rms", "anneal": "anneal", "off": "off"}[options.norm]
     return heads, diff_v1_config(**{**shape, **sizes, "head_norm": head_norm, **options.config})
 
@@ -177,8 +182,6 @@ def _set_scales(attention: DiffV1Attention, moments: Moments, exact: bool) -> No
     scale = moments.dot / moments.square.clamp(min=torch.finfo(torch.float64).tiny)
     if exact:
         inside = 1.0 + attention.config.lambda_sign * attention.lam().double().item()
-        if abs(inside) < 1e-6:
-            raise DexError("With this λ the two equal maps cancel; choose another --option lambda_value.")
         scale = torch.full_like(scale, 1.0 / (outside * inside))
     if attention.config.head_norm == "anneal":
         rms = moments.rms / outside
