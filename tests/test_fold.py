@@ -19,6 +19,7 @@ import dex
 from dex import fold as module
 from dex.adapter import save_adapter
 from dex.agreement import agreement
+from dex.errors import DexError
 from dex.fold import fold
 from dex.method import dex_outputs
 from dex.models import load_model
@@ -115,6 +116,13 @@ def test_a_fold_that_is_not_the_attached_model_fails_and_leaves_no_folder(
     with pytest.raises(dex.DexError, match="not the attached one"):
         fold(str(trained_adapter(tmp_path)), tmp_path / "folded")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_agree_with_nothing(value: float) -> None:
+    logits = torch.full((2, 3), value)
+    with pytest.raises(DexError, match="not finite"):
+        agreement(iter([(logits, logits)]))
 
 
 def test_agreement_of_known_logits() -> None:

@@ -113,6 +113,26 @@ def test_what_does_not_fit_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_card_of_a_fresh_model_claims_no_weights_of_another(tmp_path: Path, hub: Any) -> None:
+    hub.add_model("org/tiny", write_tiny(tmp_path / "like"))
+    record = init("diff-v1", "org/tiny", tmp_path / "v1")
+    card = (tmp_path / "v1" / "README.md").read_text()
+    assert record["like"]["commit"] == hub.commit_of("org/tiny")
+    assert "Fresh weights in the size of org/tiny" in card
+    assert "base_model" not in card
+    assert "local model" not in card
+
+
+def test_a_quantised_config_is_refused(tmp_path: Path) -> None:
+    like = write_tiny(tmp_path / "like")
+    values = json.loads((like / "config.json").read_text())
+    (like / "config.json").write_text(
+        json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    with pytest.raises(DexError, match="is quantised"):
+        init("base", str(like), tmp_path / "out")
+
+
 def test_qwen3_is_no_diffllama(tmp_path: Path) -> None:
     like = str(write_tiny(tmp_path / "like", "qwen3"))
     with pytest.raises(DexError, match="no norm on queries and keys"):

@@ -24,7 +24,7 @@ from dex.layouts.options import parse_options
 from dex.layouts.to_diff_v1 import V1Options, to_diff_v1
 from dex.layouts.to_diff_v2 import to_diff_v2
 from dex.method import DexConfig
-from dex.models import ANY, load_model
+from dex.models import ANY, fingerprint, load_model
 from dex.recipe import data_block
 
 QUICK: dict[str, Any] = {"sequences": 2, "length": 64}
@@ -168,6 +168,10 @@ def test_training_the_converted_model_leaves_its_base_alone(layout: str) -> None
         ("llama", {"mlp_bias": True}, Target("diffllama"), "MLP has no biases"),
         ("llama", {}, Target("diffllama", norm="anneal"), "leave out --norm"),
         ("llama", {}, Target("diff-v2", "doubled"), "leave out --heads"),
+        ("llama", {}, Target("diff-v2", seed=1), "and --seed"),
+        ("llama", {}, Target("diff-v1", options={"head_norm": "off"}), "chosen with --norm"),
+        ("llama", {}, Target("diff-v1", norm="off", options={"head_norm_eps": 1.0}), "head_norm_eps has no effect"),
+        ("llama", {}, Target("diff-v1", options={"lambda_mode": "fixed", "lambda_value": 1.0}), "equal maps"),
         ("llama", {"num_key_value_heads": 1}, Target("diffllama", "paired"), "an odd number"),
         ("llama", {}, Target("diff-v1", options={"lambda_value": 0.5}), 'no effect with lambda_mode "learned"'),
         (
@@ -228,11 +232,45 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         (["lambda_value=nan"], "a number"),
         (["head_norm_eps=0"], "above 0"),
         (["lambda_sign=1", "lambda_sign=-1"], "given twice"),
+        (["head_norm_steps=2.5"], "a whole number above 0"),
+        (["lambda_mode=fixed", "lambda_std_dev=1"], "lambda_std_dev has no effect"),
     ],
 )
 def test_a_wrong_option_is_refused(given: list[str], reason: str) -> None:
     with pytest.raises(DexError, match=reason):
         parse_options(given)
+
+
+def test_what_diffllama_lacks_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base", "qwen3")
+    lay_out(str(base), tmp_path / "v1", Target("diff-v1", "paired"), **QUICK)
+    (tmp_path / "v1" / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DexError, match="no norm on queries and keys"):
+        lay_out(str(tmp_path / "v1"), tmp_path / "out", Target("diffllama"), **QUICK)
+
+
+def test_nothing_is_fitted_or_measured_on_what_is_held_out(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    rows = [json.dumps({"text": f"{n} " * 80}) for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    options = {"text": str(tmp_path / "data.jsonl"), "length": 64}
+    texts = [
+        lay_out(str(base), tmp_path / f"v2-{share}", Target("diff-v2"), sequences=200, held_out=share, **options)[
+            "text"
+        ]
+        for share in (0.0, 0.5)
+    ]
+    assert texts[1]["positions"] < 0.8 * texts[0]["positions"]
+
+
+def test_models_that_differ_in_lambda_alone_have_identities_of_their_own(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    ways = [Target("diff-v1", seed=1), Target("diff-v1", seed=2)]
+    ways += [Target("diff-v1", options={"lambda_mode": "fixed", "lambda_value": value}) for value in (0.1, 0.2)]
+    for number, target in enumerate(ways):
+        lay_out(str(base), tmp_path / str(number), target, **QUICK)
+    models = [load_model(str(tmp_path / str(number)), families=ANY).model for number in range(len(ways))]
+    assert len({fingerprint(model) for model in models}) == len(ways)
 
 
 def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
