@@ -12,7 +12,7 @@ from dex.card import write_layout_card
 from dex.errors import DexError
 from dex.layouts.fresh import fresh, num_parameters
 from dex.models import ModelSource, is_quantised, load_outline, load_tokenizer, read_config_file, save_model
-from dex.output import refuse_to_overwrite, whole_folder, write_json
+from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json
 
 LAYOUTS = ("base", "diff-v1", "diff-v2", "diffllama")
 MADE_HERE = "layout.json"
@@ -38,6 +38,7 @@ def init(
         raise DexError(f"{layout!r} is not a layout; there are: {', '.join(LAYOUTS)}.")
     if options and layout != "diff-v1":
         raise DexError(f"--option is for diff-v1; {layout} has no options.")
+    refuse_output_over(output, like)
     refuse_to_overwrite(output, force, MADE_HERE)
     config, source = _like(like, revision)
     words = _tokenizer_like(source, tokenizer)

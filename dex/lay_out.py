@@ -36,7 +36,7 @@ from dex.models import (
     refuse_quantised,
     save_model,
 )
-from dex.output import refuse_to_overwrite, whole_folder, write_json
+from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json
 
 LAYOUTS = ("diff-v2", "diff-v1", "diffllama")
 MADE_HERE = "layout.json"
@@ -84,6 +84,12 @@ def lay_out(
     """
     if target.layout not in LAYOUTS:
         raise DexError(f"{target.layout!r} is not a layout; there are: {', '.join(LAYOUTS)}.")
+    if length < 2 or sequences < 2:
+        raise DexError(
+            f"--length is {length} and --sequences {sequences}; both must be at least 2: a token to predict, and "
+            "text to fit on and to measure on."
+        )
+    refuse_output_over(output, model)
     refuse_to_overwrite(output, force, MADE_HERE)
     config = load_config(model, revision, ANY)
     refuse_quantised(config)
@@ -93,7 +99,7 @@ def lay_out(
     if len(windows) < 2:
         raise DexError(
             f"{text} gives one window of {length} tokens, and two are needed, to fit on and to measure on; use more "
-            "text, a lower --length, or --sequences of at least 2."
+            "text or a lower --length."
         )
     fitting, measuring = windows.tensor_split(2)
     base.model.to(device())

@@ -30,6 +30,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
 from safetensors import SafetensorError, safe_open
 from transformers import (
@@ -55,6 +56,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SAMPLED = 64  # entries of each parameter that a fingerprint looks at, at least
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG_FILES = ["config.json", "adapter_config.json"]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 # Second copies of the weights that some repositories carry beside transformers' own.
@@ -150,7 +152,10 @@ def load_model(
 def read_config_file(path: Path) -> PretrainedConfig:
     """The config in a config.json that has no model beside it. Raises DexError if it is of no known family."""
     with _loading_explained(str(path)):
-        _check_model_type(json.loads(path.read_text(encoding="utf-8")).get("model_type"), str(path), SUPPORTED)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise DexError(f"{path} is no model configuration, a JSON object with a model_type; name a config.json.")
+        _check_model_type(values.get("model_type"), str(path), SUPPORTED)
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     attention_shape(config)
     return config
@@ -225,8 +230,17 @@ def attention_shape(config: PretrainedConfig) -> AttentionShape:
     hidden_size, num_heads = config.hidden_size, config.num_attention_heads
     num_kv_heads = _first_set(getattr(config, "num_key_value_heads", None), num_heads)
     given_head_dim = getattr(config, "head_dim", None)
-    numbers = (hidden_size, num_heads, num_kv_heads, _first_set(given_head_dim, 1))
-    if getattr(config, "pruned_heads", None) or not all(isinstance(n, int) and n > 0 for n in numbers):
+    numbers = {
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": _first_set(given_head_dim, 1),
+        "num_hidden_layers": _first_set(config.num_hidden_layers, 1),
+    }
+    for name, number in numbers.items():
+        if isinstance(number, str) or (isinstance(number, int) and number < 1):
+            raise DexError(f"{name} of this model is {number!r}, and must be a whole number above 0.")
+    if getattr(config, "pruned_heads", None) or not all(isinstance(number, int) for number in numbers.values()):
         raise DexError("The heads of this model differ from layer to layer; Dex needs the same heads in every layer.")
     if num_heads % num_kv_heads:
         raise DexError(
@@ -260,8 +274,9 @@ def fingerprint(model: torch.nn.Module) -> str:
     so it has its own identity.
     """
     digest = hashlib.sha256(str(getattr(model.config, "model_type", "")).encode())
-    if model.config.model_type in DIFF:
-        options = {name: v for name, v in model.config.to_dict().items() if name.startswith(("lambda_", "head_norm"))}
+    config: Any = model.config
+    if getattr(config, "model_type", None) in DIFF:
+        options = {name: v for name, v in config.to_dict().items() if name.startswith(("lambda_", "head_norm"))}
         digest.update(json.dumps(options, sort_keys=True).encode())
     for name, parameter in sorted(_base_parameters(model)):
         sample = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLED)].to("cpu", torch.bfloat16)
@@ -498,6 +513,8 @@ def _gguf_metadata(place: _Place) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _read_tokenizer(place: _Place) -> PreTrainedTokenizerBase:
+    if place.gguf_file is None and not any((place.folder / name).is_file() for name in _TOKENIZERS):
+        raise DexError(f"{place.source.id} has no tokenizer (none of {', '.join(_TOKENIZERS)}); put one beside it.")
     with _loading_explained(f"The tokenizer of {place.source.id}"), quiet():
         options = {"gguf_file": place.gguf_file} if place.gguf_file else {}
         return AutoTokenizer.from_pretrained(place.folder, local_files_only=True, trust_remote_code=False, **options)
@@ -631,6 +648,8 @@ def quiet() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__  # transformers' strict configs put the reason there
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".:")
 

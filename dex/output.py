@@ -25,10 +25,24 @@ def refuse_to_overwrite(path: Path, force: bool, made_here: str | None = None) -
         return
     if path.resolve() == Path.cwd():
         raise DexError("The current folder cannot be the output; name a new one.")
+    if path.is_file():
+        raise DexError(f"{path} is a file, and the output is a folder; name another output.")
     if not force:
         raise DexError(f"{path} exists already and is not overwritten; choose another output, or pass --force.")
     if made_here is not None and path.is_dir() and not (path / made_here).exists():
         raise DexError(f"{path} was not written by this command (it has no {made_here}), so --force leaves it alone.")
+
+
+def refuse_output_over(path: Path, model: str) -> None:
+    """Raise if `path`, were it replaced, would take the model with it that the command reads, or lies inside it."""
+    source, output = Path(model).expanduser(), path.resolve()
+    if not source.exists():
+        return  # a Hub id
+    read = source.resolve()
+    if output == read or output in read.parents or read in output.parents:
+        raise DexError(
+            f"{path} cannot be the output, since it holds or lies in {model}, which is read; name another."
+        )
 
 
 @contextmanager

@@ -255,7 +255,7 @@ class Method(_Block):
     @classmethod
     def _refuse_idle_keys(cls, values: Any) -> Any:
         name = values.get("name", "dex") if isinstance(values, Mapping) else None
-        if name not in get_args(MethodName):
+        if not isinstance(name, str) or name not in get_args(MethodName):
             return values  # refused by the types
         keys = _keys_of(name)
         if idle := [key for key in values if key in cls.model_fields and key not in keys]:

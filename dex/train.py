@@ -29,7 +29,7 @@ from dex.heads import HeadPlan
 from dex.loss import causal_lm_loss
 from dex.method.callback import INERT_BELOW, branch_state
 from dex.models import ANY, SUPPORTED, LoadedModel, fingerprint, load_model
-from dex.output import whole_folder, write_json
+from dex.output import refuse_output_over, whole_folder, write_json
 from dex.recipe import PlannedHeads, Recipe
 from dex.run_data import cache_dir, held_out_blocks, prepare_data, sources
 from dex.run_folder import ADAPTER, MODEL, open_run, start_run, used_alone
@@ -40,6 +40,7 @@ from dex.watch import Watch
 def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
     """Run a recipe, from its start or from its newest checkpoint; returns what result.json holds."""
     run = Path(recipe.output)
+    refuse_output_over(run, recipe.model.id)
     with used_alone(run, cache_dir()):
         return _train(recipe, run, force)
 

@@ -133,6 +133,27 @@ def test_a_quantised_config_is_refused(tmp_path: Path) -> None:
         init("base", str(like), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[1, 2]", "no model configuration"),
+        ('{"model_type": "bert"}', "type 'bert'"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers of this model is 0"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(DexError, match=reason):
+        init("diff-v1", str(tmp_path / "bad.json"), tmp_path / "out")
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    like = write_tiny(tmp_path / "like")
+    (like / "tokenizer.json").unlink()
+    with pytest.raises(DexError, match="has no tokenizer"):
+        init("diff-v2", str(like), tmp_path / "out")
+
+
 def test_qwen3_is_no_diffllama(tmp_path: Path) -> None:
     like = str(write_tiny(tmp_path / "like", "qwen3"))
     with pytest.raises(DexError, match="no norm on queries and keys"):

@@ -178,7 +178,7 @@ def test_training_the_converted_model_leaves_its_base_alone(layout: str) -> None
             "llama",
             {},
             Target("diff-v1", norm="off", options={"lambda_mode": "fixed", "lambda_value": 1.0}),
-            "the two equal maps cancel",
+            "equal maps of doubled heads cancel",
         ),
     ],
 )
@@ -213,6 +213,51 @@ def test_an_annealing_norm_is_not_said_to_be_diffllamas(tmp_path: Path) -> None:
     lay_out(str(base), tmp_path / "v1", Target("diff-v1", norm="anneal"), **QUICK)
     with pytest.raises(DexError, match="still annealing"):
         lay_out(str(tmp_path / "v1"), tmp_path / "out", Target("diffllama"), **QUICK)
+
+
+def test_force_never_replaces_the_model_that_is_read(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    lay_out(str(base), tmp_path / "v1", Target("diff-v1"), **QUICK)
+    for output in (tmp_path / "v1", tmp_path / "v1" / "inside", tmp_path):
+        with pytest.raises(DexError, match="which is read"):
+            lay_out(str(tmp_path / "v1"), output, Target("diffllama"), force=True, **QUICK)
+    load_model(str(tmp_path / "v1"), families=ANY)
+
+
+def test_force_does_not_replace_a_file(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DexError, match="is a file, and the output is a folder"):
+        lay_out(str(base), tmp_path / "file", Target("diff-v2"), force=True, **QUICK)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lambda_mode": "nonsense"}, "nonsense"),
+        ({"num_key_value_heads": 3}, "cannot share 3 key/value heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads of this model is 0"),
+        ({"num_attention_heads": "4"}, "num_attention_heads of this model is '4'"),
+        ({"lambda_std_dev": -1.0}, "lambda_std_dev must be at least 0"),
+        ({"head_norm_steps": 3}, "head_norm_steps has no effect"),
+    ],
+)
+def test_a_config_edited_by_hand_is_refused_with_the_reason(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    base = write_tiny(tmp_path / "base")
+    lay_out(str(base), tmp_path / "v1", Target("diff-v1"), **QUICK)
+    config = tmp_path / "v1" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(DexError, match=reason):
+        lay_out(str(tmp_path / "v1"), tmp_path / "out", Target("diffllama"), **QUICK)
+
+
+def test_one_token_is_no_text(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    with pytest.raises(DexError, match="both must be at least 2"):
+        lay_out(str(base), tmp_path / "out", Target("diff-v2"), sequences=2, length=1)
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_truncated_and_absent_weight_files_are_named(tmp_path: Path) -> None:
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
-    assert "The tokenizer of" in refusal(tmp_path)
+    assert "has no tokenizer" in refusal(tmp_path)
 
 
 def test_loading_prints_nothing_off_a_terminal(

@@ -190,7 +190,7 @@ def test_a_wrong_override_is_said_to_be_on_the_command_line(override: str, sente
         (with_method(schedule="false"), "false was given, one of paper, land, fixed, off is expected"),
         (with_method(name="full", train="q_proj"), "a list of names or null is expected"),
         (with_method(name="full", train="[]"), "a list of different names, or null for all weights, is expected"),
-        (with_method(name="[full]"), "one of dex, attention, full is expected"),
+        (with_method(name="[full]"), "a list was given, one of dex, attention, full"),
         (with_method(train="[q_proj]"), "method.train has no effect with method.name dex"),
         (with_method(name="lora"), "'lora' was given, one of dex, attention, full is expected"),
     ],

@@ -168,6 +168,12 @@ def test_the_log_has_lambda_of_every_layer(tmp_path: Path) -> None:
         assert logged[-1] == pytest.approx([layer.self_attn.lam().item() for layer in layers])
 
 
+def test_a_run_does_not_lie_inside_the_model_it_trains(tmp_path: Path) -> None:
+    base = laid_out(tmp_path, "diff-v2")
+    with pytest.raises(DexError, match="which is read"):
+        train(recipe(tmp_path, "diff-v2/run", **FULL, **{"model.id": base}))
+
+
 def test_full_training_needs_float32(tmp_path: Path) -> None:
     with pytest.raises(DexError, match=r"model.dtype is bfloat16.*needs float32"):
         recipe(tmp_path, **FULL, **{"model.dtype": "bfloat16"})

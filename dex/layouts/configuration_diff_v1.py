@@ -48,6 +48,8 @@ class DiffV1Config(Qwen3Config):
                 f"DIFF V1 pairs its heads: num_key_value_heads ({self.num_key_value_heads}) must be even and divide "
                 f"num_attention_heads ({self.num_attention_heads})."
             )
+        if not (self.lambda_std_dev >= 0 and self.head_norm_eps > 0):
+            raise ValueError("lambda_std_dev must be at least 0, and head_norm_eps above 0.")
         if self.lambda_mode == "learned" and self.lambda_value is not None:
             raise ValueError('lambda_value has no effect with lambda_mode "learned".')
         if self.head_norm != "anneal" and self.head_norm_steps is not None:

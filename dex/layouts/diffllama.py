@@ -80,7 +80,11 @@ def _settled(model: PreTrainedModel) -> tuple[PretrainedConfig, Weights]:
         return config, weights
     done = int(model.get_decoder().layers[0].get_submodule("self_attn").get_buffer("head_norm_step"))
     if config.head_norm_steps is None or done < config.head_norm_steps:
-        raise DexError(f"The norm of this model is still annealing (step {done} of {config.head_norm_steps}).")
+        steps = "" if config.head_norm_steps is None else f" of {config.head_norm_steps}"
+        raise DexError(
+            f"The norm of this model is still annealing (step {done}{steps}), and DiffLlama has the whole norm; "
+            "train it to the end, or lay its base out with --norm calibrate."
+        )
     config = DiffV1Config(**{**config.to_dict(), "head_norm": "rms", "head_norm_steps": None})
     return config, {name: t for name, t in weights.items() if not name.endswith(("head_rms", "head_norm_step"))}
 
