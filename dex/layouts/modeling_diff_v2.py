@@ -65,7 +65,7 @@ class DiffV2Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
-        past_key_values: Cache | None = None,  # the name of `cache` before transformers 5.20
+        past_key_values: Cache | None = None,  # what earlier releases of transformers call `cache`
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The second value holds the eager path's maps [B, 2H, T, S], all first maps, then all second, before λ."""
