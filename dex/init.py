@@ -11,7 +11,7 @@ from dex import __version__
 from dex.card import write_layout_card
 from dex.errors import DexError
 from dex.layouts.fresh import fresh, num_parameters
-from dex.models import ModelSource, is_quantised, load_outline, load_tokenizer, read_config_file, save_model
+from dex.models import ModelSource, load_outline, load_tokenizer, read_config_file, refuse_quantised, save_model
 from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json
 
 LAYOUTS = ("base", "diff-v1", "diff-v2", "diffllama")
@@ -74,8 +74,7 @@ def describe(record: dict[str, Any]) -> str:
 def _like(like: str, revision: str | None) -> tuple[PretrainedConfig, ModelSource]:
     if not _is_config_file(like):
         config, source = load_outline(like, revision)
-        if is_quantised(config):
-            raise DexError(f"{like} is quantised, which its config says; take the unquantised checkpoint.")
+        refuse_quantised(config)
         return config, source
     if revision is not None:
         raise DexError(f"{like} is a file and has no revisions; leave out --revision.")

@@ -118,8 +118,8 @@ def lay_out(
             **conversion.settings,
             "dtype": str(base.model.dtype).removeprefix("torch."),
             "base": {**base.source.to_dict(), "fingerprint": fingerprint(base.model)},
-            "parameters": _num_parameters(again),
-            "parameters_of_the_base": _num_parameters(base.model),
+            "parameters": again.num_parameters(),
+            "parameters_of_the_base": base.model.num_parameters(),
             "divergence": divergence,
             "text": {"source": text, "fingerprint": text_fingerprint, "positions": measuring.numel()},
             "dex_version": __version__,
@@ -142,8 +142,7 @@ def plan_conversion(config: PretrainedConfig, target: Target, model: str) -> Con
     if target.layout == "diffllama":
         refuse_what_diffllama_lacks(v1)
         return Conversion(lambda base, text: to_diffllama(to_diff_v1(base, options, text)), settings, exact=False)
-    exact = options.heads == "doubled" and options.norm != "calibrate"
-    return Conversion(lambda base, text: to_diff_v1(base, options, text), settings, exact)
+    return Conversion(lambda base, text: to_diff_v1(base, options, text), settings, options.exact)
 
 
 def _v1_options(config: PretrainedConfig, target: Target) -> V1Options:
@@ -210,10 +209,6 @@ def _refuse_difference(divergence: dict[str, Any], layout: str) -> None:
             f"{layout} should compute what its base does, and max |Δlogit| is {difference:.3g} of {largest:.3g}; no "
             "folder was written. This is a fault of dex or of a library: please report it with the model's name."
         )
-
-
-def _num_parameters(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def describe(record: dict[str, Any]) -> str:

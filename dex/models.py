@@ -118,10 +118,17 @@ EMBEDDED = {
 
 def load_config(model: str, revision: str | None = None, families: Sequence[str] = SUPPORTED) -> PretrainedConfig:
     """The config of MODEL, without its weights. Raises DexError for whatever `load_model` would refuse by config."""
+    return load_outline(model, revision, families)[0]
+
+
+def load_outline(
+    model: str, revision: str | None = None, families: Sequence[str] = SUPPORTED
+) -> tuple[PretrainedConfig, ModelSource]:
+    """`load_config`, and the commit that it is of."""
     place = _locate(model, revision)
     config = _read_config(place, families)
     config.name_or_path = place.source.id
-    return config
+    return config, place.source
 
 
 def load_model(
@@ -159,12 +166,6 @@ def read_config_file(path: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     attention_shape(config)
     return config
-
-
-def load_outline(model: str, revision: str | None = None) -> tuple[PretrainedConfig, ModelSource]:
-    """The config of MODEL and the commit that it is of, without weights or tokenizer."""
-    place = _locate(model, revision)
-    return _read_config(place, SUPPORTED), place.source
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -220,9 +221,7 @@ def refuse_quantised(config: PretrainedConfig) -> None:
     if is_quantised(config):
         method = config.to_dict()["quantization_config"].get("quant_method", "an unnamed method")
         name = getattr(config, "name_or_path", "") or "This model"
-        raise DexError(
-            f"{name} is quantised ({method}) and dex cannot write into its weights; use the unquantised checkpoint."
-        )
+        raise DexError(f"{name} is quantised ({method}) and dex needs whole weights; use the unquantised checkpoint.")
 
 
 def attention_shape(config: PretrainedConfig) -> AttentionShape:

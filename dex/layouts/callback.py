@@ -6,28 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dex.layouts.modeling_diff_v1 import DiffV1Attention
+from dex.log_figures import LogFigures
 
 
-class V1Callback(TrainerCallback):
+class V1Callback(LogFigures):
     """Adds `lam` and, while there is one, `head_norm_share` to the Trainer's log. Other models: nothing to say."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or "loss" not in logs:
-            return
-        figures = v1_figures(model)
-        logs.update(figures)
-        state.log_history[-1].update(figures)
+    def figures(self, model: Any) -> dict[str, Any]:
+        return v1_figures(model)
 
 
 @torch.no_grad()

@@ -44,6 +44,11 @@ class V1Options:
     seed: int = 0  # of the λ vectors
     config: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def exact(self) -> bool:
+        """Does the V1 start as the function that its base is?"""
+        return self.heads == "doubled" and self.norm != "calibrate"
+
 
 def to_diff_v1(base: PreTrainedModel, options: V1Options, input_ids: Tensor) -> PreTrainedModel:
     """The base in DIFF V1's layout, in its dtype; scales are measured on input_ids [N, T].
@@ -57,7 +62,7 @@ def to_diff_v1(base: PreTrainedModel, options: V1Options, input_ids: Tensor) -> 
     model = build(DiffV1ForCausalLM, config, weights).to(base.device)
     measured = measure(base, model, heads, input_ids)
     for layer, moments in zip(model.get_decoder().layers, measured, strict=True):
-        _set_scales(layer.self_attn, moments, exact=options.heads == "doubled" and options.norm != "calibrate")
+        _set_scales(layer.self_attn, moments, options.exact)
     return model
 
 

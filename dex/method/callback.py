@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dex.layer import ANNEALED
+from dex.log_figures import LogFigures
 from dex.method.model import dex_outputs, set_anneal_steps
 from dex.method.projection import DexOutput
 
@@ -64,7 +65,7 @@ def branch_state(model: nn.Module, input_ids: Tensor) -> dict[str, Any] | None:
     return {"lam": lams(model), "ratio": ratios.mean(), "mean_ratio": mean, "inert": mean < INERT_BELOW}
 
 
-class DexCallback(TrainerCallback):
+class DexCallback(LogFigures):
     """Logs `lam` and `branch_ratio`, one number per adapted layer, whenever a Trainer logs its loss.
 
     Where the configuration leaves T_a open, sets it to half of the run (ours; the paper does not give it).
@@ -105,23 +106,12 @@ class DexCallback(TrainerCallback):
         if self._ratios is not None:
             self._ratios.__exit__()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or "loss" not in logs:
-            return
+    def figures(self, model: Any) -> dict[str, Any]:
         figures: dict[str, Any] = {"lam": lams(model, _active_adapters(model)[0])}
         if self._ratios is not None:
             figures["branch_ratio"] = self._ratios.mean()
             self._ratios = None
-        logs.update(figures)
-        state.log_history[-1].update(figures)
+        return figures
 
 
 def _active_adapters(model: nn.Module) -> list[str]:

@@ -1,0 +1,30 @@
+"""A Trainer callback that adds figures of the model to the Trainer's log, wherever that has a loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class LogFigures(TrainerCallback, ABC):
+    """A subclass says which figures."""
+
+    @abstractmethod
+    def figures(self, model: Any) -> dict[str, Any]: ...
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        figures = self.figures(model)
+        logs.update(figures)
+        state.log_history[-1].update(figures)
