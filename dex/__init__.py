@@ -15,15 +15,15 @@ import wrapt
 if TYPE_CHECKING:
     from dex.errors import DexError
     from dex.heads import HeadPlan
-    from dex.method import DexConfig, DexModel
-    from dex.method.callback import DexCallback
+    from dex.tuner import DexConfig, DexModel
+    from dex.tuner.callback import DexCallback
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "DexConfig": "dex.method",
-    "DexModel": "dex.method",
-    "DexCallback": "dex.method.callback",
+    "DexConfig": "dex.tuner",
+    "DexModel": "dex.tuner",
+    "DexCallback": "dex.tuner.callback",
     "DexError": "dex.errors",
     "HeadPlan": "dex.heads",
 }
@@ -38,4 +38,4 @@ def __getattr__(name: str) -> Any:
 
 @wrapt.when_imported("peft")
 def _register_with_peft(_: ModuleType) -> None:
-    importlib.import_module("dex.method")
+    importlib.import_module("dex.tuner")

@@ -6,24 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HFValidationError
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 
-from dex.card import write_adapter_card
+from dex.card import write_adapter_card, write_lora_card
 from dex.errors import DexError
 from dex.heads import HeadPlan
-from dex.method import DexConfig
 from dex.models import LoadedModel, hub_errors_explained, load_model, save_tokenizer
 from dex.output import whole_folder
+from dex.tuner import DexConfig
 
 
-def attach(base: LoadedModel, config: DexConfig, plan: HeadPlan | None = None) -> PeftModel:
-    """Put a Dex adapter on a base, on the heads of the plan if there is one, and record the base in it."""
+def attach(base: LoadedModel, config: PeftConfig, plan: HeadPlan | None = None) -> PeftModel:
+    """Put an adapter on a base, Dex on the heads of the plan if there is one, and record the base in it."""
     local = Path(base.source.id)
     config.base_model_name_or_path = str(local.resolve()) if local.exists() else base.source.id
     config.revision = base.source.commit
-    if plan is not None:
-        config.use_plan(plan)
+    if isinstance(config, DexConfig):
+        if plan is not None:
+            config.use_plan(plan)
+        if base.quantised is not None:
+            config.base_quantised, config.base_fingerprint = base.quantised, base.fingerprint
     return get_peft_model(base.model, config)
 
 
@@ -32,29 +35,38 @@ def save_adapter(
     base: LoadedModel,
     folder: Path,
     plan: HeadPlan | None = None,
-    branch: dict[str, Any] | None = None,
+    result: dict[str, Any] | None = None,
     *,
+    state: dict[str, Any] | None = None,
     force: bool = False,
+    **options: Any,
 ) -> None:
     """Write an adapter folder: adapter, tokenizer with chat template, head plan, card. Whole or not at all.
 
-    branch: the state of a trained branch (`branch_state`), for the card.
+    result: what a run knows of it (`branch`, tokens, losses), for the card. state: its tensors, if not the model's.
     """
     with whole_folder(folder, force, "adapter_config.json") as partial:
         # PEFT's "auto" would ask the Hub whether the vocabulary was resized.
-        model.save_pretrained(partial, save_embedding_layers=False)
+        model.save_pretrained(partial, state_dict=state, save_embedding_layers=False, **options)
         save_tokenizer(base.tokenizer, partial)
         if plan is not None:
             plan.save(partial / "heads.json", force=True)
-        write_adapter_card(partial, base.source, model.peft_config["default"].schedule, branch)
+        config = model.peft_config["default"]
+        if isinstance(config, DexConfig):
+            write_adapter_card(partial, base.source, config.schedule, (result or {}).get("branch"))
+        else:
+            write_lora_card(partial, base.source, config, result)
 
 
 def is_adapter(model: str) -> bool:
     return (Path(model) / "adapter_config.json").is_file()
 
 
-def read_adapter_config(adapter: str) -> DexConfig:
-    """The configuration of a Dex adapter, a folder or a Hub id. Raises DexError for anything else."""
+def read_adapter_config(adapter: str) -> DexConfig | LoraConfig:
+    """The configuration of an adapter of Dex, or of its baseline LoRA, a folder or a Hub id.
+
+    Raises DexError for anything else.
+    """
     try:
         config = PeftConfig.from_pretrained(adapter)
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -63,8 +75,8 @@ def read_adapter_config(adapter: str) -> DexConfig:
             with hub_errors_explained(adapter, None):
                 raise error.__cause__ from None
         raise DexError(f"{adapter} is not an adapter: no readable adapter_config.json is there.") from error
-    if not isinstance(config, DexConfig):
-        raise DexError(f"{adapter} is an adapter of the method {config.peft_type}, not DEX; dex leaves it to PEFT.")
+    if not isinstance(config, DexConfig | LoraConfig):
+        raise DexError(f"{adapter} is an adapter of the method {config.peft_type}, not DEX or LORA; use PEFT itself.")
     if not config.base_model_name_or_path:
         raise DexError(f"{adapter} does not say which base it belongs to (base_model_name_or_path is empty).")
     return config
@@ -73,7 +85,8 @@ def read_adapter_config(adapter: str) -> DexConfig:
 def load_adapter(adapter: str, dtype: str = "auto") -> tuple[PeftModel, LoadedModel]:
     """The base that an adapter names, with the adapter on it, in eval mode; and that base."""
     config = read_adapter_config(adapter)
-    base = load_model(config.base_model_name_or_path, config.revision, dtype)
+    quantised = config.base_quantised if isinstance(config, DexConfig) else None
+    base = load_model(config.base_model_name_or_path, config.revision, dtype, quantise=quantised)
     return load_onto(base, adapter), base
 
 

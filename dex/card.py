@@ -32,6 +32,13 @@ def write_adapter_card(folder: Path, source: ModelSource, schedule: str, branch:
     )
 
 
+def write_lora_card(folder: Path, source: ModelSource, config: Any, result: dict[str, Any] | None) -> None:
+    """README.md of a LoRA that was trained as a baseline."""
+    result = result or {}
+    facts = {name: result.get(name) for name in ("method", "tokens", "steps", "trained_parameters", "held_out_loss")}
+    _write(folder, "lora.md.jinja", source, rank=config.r, alpha=config.lora_alpha, **facts)
+
+
 def write_folded_card(
     folder: Path, source: ModelSource, certificate: dict[str, Any], branch: dict[str, Any] | None
 ) -> None:
@@ -80,6 +87,7 @@ def write_trained_card(folder: Path, source: ModelSource, config: PretrainedConf
         folder,
         "trained.md.jinja",
         source,
+        method=result["method"],
         needs_code=hasattr(config, "auto_map"),
         model_type=config.model_type,
         loss=result["held_out_loss"],

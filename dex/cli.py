@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from dex.errors import DexError
+from dex.processes import SharedError, is_first
 
 app = typer.Typer(
     name="dex",
@@ -69,7 +70,8 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 
 def show(result: dict[str, Any], text: str, as_json: bool) -> None:
-    print(json.dumps(result, ensure_ascii=False) if as_json else text)
+    if is_first():
+        print(json.dumps(result, ensure_ascii=False) if as_json else text)
 
 
 @app.callback()
@@ -186,7 +188,7 @@ def convert(
     from dex import convert as verb
     from dex.data import Source
     from dex.heads import HeadPlan
-    from dex.method import DexConfig
+    from dex.tuner import DexConfig
 
     config = DexConfig(
         task_type="CAUSAL_LM",
@@ -280,13 +282,16 @@ def fold(
     adapter: Annotated[str, typer.Argument(help="A trained adapter: a folder or a Hub id.")],
     output: Output,
     text: Annotated[str, typer.Option(help="Text of the certificate: a file, a folder or 'pydoc'.")] = "pydoc",
+    into_unquantised: Annotated[
+        bool, typer.Option("--into-unquantised", help="Fold what was trained on a quantised base into the whole one.")
+    ] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Fold ADAPTER into a stock checkpoint, and certify that it computes the same."""
     from dex import fold as verb
 
-    certificate = verb.fold(adapter, output, text=text, force=force)
+    certificate = verb.fold(adapter, output, text=text, into_unquantised=into_unquantised, force=force)
     show({"folder": str(output), **certificate}, f"{verb.describe(certificate)}\nwritten to {output}", as_json)
 
 
@@ -342,12 +347,41 @@ def doctor(as_json: Json = False) -> None:
     show({"checks": checks}, verb.describe(checks), as_json)
 
 
+recipes_app = typer.Typer(name="recipes", help="The recipes that come with dex.", no_args_is_help=True)
+app.add_typer(recipes_app)
+
+
+@recipes_app.command(name="ls")
+def list_recipes(as_json: Json = False) -> None:
+    """List them: method, model, tokens, and what each is for."""
+    from dex import shipped
+
+    found = shipped.catalogue()
+    show(found, shipped.describe(found), as_json)
+
+
+@recipes_app.command(name="cp")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="A name of `dex recipes ls`.", metavar="NAME")],
+    dest: Annotated[Path | None, typer.Argument(help="A file or folder; the current one if not given.")] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Copy the recipe NAME to DEST, as one of your own."""
+    from dex import shipped
+
+    made = shipped.copy(name, dest, force=force)
+    show({"path": str(made.path), "missing": made.missing}, shipped.describe_copy(made), as_json)
+
+
 def main() -> None:
     """The console script: one sentence for a DexError, no traceback."""
     quiet_libraries()
     as_json = "--json" in sys.argv
     try:
         app(prog_name="dex")
+    except SharedError:
+        sys.exit(1)  # the first process says why
     except DexError as error:
         if as_json:
             print(json.dumps({"error": str(error)}, ensure_ascii=False))

@@ -1,4 +1,7 @@
-"""What a person watches while a command runs: messages and progress, on stderr, so that stdout holds results."""
+"""What a person watches while a command runs: messages and progress, on stderr, so that stdout holds results.
+
+Of several processes the first one speaks.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from dex.processes import is_first
+
 _PLAIN_LINE_EVERY = 10.0  # seconds; a log file is read afterwards, and a line a step would drown it
 
 
 def say(message: str) -> None:
     """One line on stderr."""
-    print(message, file=sys.stderr, flush=True)
+    if is_first():
+        print(message, file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -33,7 +39,7 @@ class Bar:
     def __enter__(self) -> Bar:
         self._began = self._last_line = time.monotonic()
         console = Console(stderr=True)
-        if console.is_terminal:
+        if console.is_terminal and is_first():
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -11,9 +11,9 @@ from dex.adapter import attach, save_adapter
 from dex.console import Bar, say
 from dex.data import Source, calibration
 from dex.heads import DataIdentity, HeadPlan, PerLayer, find_criterion, make_plan
-from dex.method import DexConfig
-from dex.models import LoadedModel, device, fingerprint, load_model
+from dex.models import LoadedModel, device, load_model
 from dex.output import refuse_to_overwrite, refuse_to_overwrite_file
+from dex.tuner import DexConfig
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Choice:
 
 def choose_heads(base: LoadedModel, choice: Choice) -> HeadPlan:
     """Score the heads of a base on calibration text, and choose."""
-    identity = (base.model, base.source.id, base.source.commit, fingerprint(base.model))
+    identity = (base.model, base.source.id, base.source.commit, base.fingerprint)
     if find_criterion(choice.criterion).score is None:
         return make_plan(*identity, choice.criterion, choice.per_layer, seed=choice.seed)
     ids, text = calibration(choice.source, base.tokenizer, choice.sequences, choice.length, choice.held_out)

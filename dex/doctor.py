@@ -20,10 +20,10 @@ from dex.data import Source
 from dex.errors import DexError
 from dex.evaluate.suite import evaluate
 from dex.fold import fold
-from dex.method import DexConfig
 from dex.models import load_model, save_model
 from dex.recipe import parse_recipe
 from dex.train import train
+from dex.tuner import DexConfig
 
 
 def examine() -> list[dict[str, Any]]:

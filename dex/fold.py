@@ -29,23 +29,27 @@ from dex.card import write_folded_card
 from dex.console import say
 from dex.data import Source, calibration
 from dex.errors import DexError
-from dex.method import DexConfig
-from dex.method.callback import branch_state
 from dex.models import LoadedModel, load_config, load_model, refuse_quantised, save_model
 from dex.output import refuse_to_overwrite, whole_folder, write_json
+from dex.tuner.callback import branch_state
 
 FLOAT32_TOLERANCE = 1e-4  # of the largest logit
 MADE_HERE = "certificate.json"
 BLOCKS, LENGTH = 4, 256  # of real text: 1024 positions, and 200 MB of logits for a vocabulary of 49k
 
 
-def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False) -> dict[str, Any]:
+def fold(
+    adapter: str, output: Path, *, text: str = "pydoc", into_unquantised: bool = False, force: bool = False
+) -> dict[str, Any]:
     """Write the stock folder of an adapter and its certificate (certificate.json); return the certificate.
 
-    Raises DexError, and leaves no folder, if the base is quantised or the certificate is above tolerance.
+    An adapter that was trained on a base quantised by dex is folded into the base as it was before, if
+    `into_unquantised` says so. Raises DexError, and leaves no folder, if the base is quantised otherwise or the
+    certificate is above tolerance.
     """
     refuse_to_overwrite(output, force, MADE_HERE)
     config = read_adapter_config(adapter)
+    _refuse_quantised_training(adapter, config, into_unquantised)
     refuse_quantised(load_config(config.base_model_name_or_path, config.revision))
     base = load_model(config.base_model_name_or_path, config.revision)
     dtype = base.model.dtype
@@ -72,12 +76,24 @@ def fold(adapter: str, output: Path, *, text: str = "pydoc", force: bool = False
             "tolerance": _tolerance(rounding),
             "text": {"source": text, "fingerprint": fingerprint, "positions": input_ids.numel()},
             "class": witness["class"],
+            "trained_on": getattr(config, "base_quantised", None) or "the base as it is",
             "loaded_without_dex": not witness["imported_dex"],
         }
         _refuse_if_failed(certificate)
         write_json(partial / MADE_HERE, certificate)
         write_folded_card(partial, base.source, certificate, branch)
     return certificate
+
+
+def _refuse_quantised_training(adapter: str, config: Any, into_unquantised: bool) -> None:
+    quantised = getattr(config, "base_quantised", None)
+    if quantised is not None and not into_unquantised:
+        raise DexError(
+            f"{adapter} was trained on its base in {quantised}, into which nothing can be folded exactly; pass "
+            "--into-unquantised to fold it into the base as it is, which training has not seen."
+        )
+    if quantised is None and into_unquantised:
+        raise DexError(f"--into-unquantised has no effect: {adapter} was trained on its base as it is; leave it out.")
 
 
 @contextmanager
@@ -132,7 +148,7 @@ def _ask_witness(folder: Path, input_ids: Tensor, scratch: Path, dtype: torch.dt
     return report
 
 
-def _rounding_of(base: LoadedModel, config: DexConfig, input_ids: Tensor) -> Agreement:
+def _rounding_of(base: LoadedModel, config: Any, input_ids: Tensor) -> Agreement:
     """How far the base in its own dtype is from the base in float32: the yardstick for a rounded fold."""
     say(f"measuring what rounding to {base.model.dtype} does to the base itself")
     exact = load_model(config.base_model_name_or_path, config.revision, dtype="float32")

@@ -16,7 +16,7 @@ it: the folded weight is formed in every forward pass, differentiably, and appli
     B  batch                  H  query heads of a layer       d  model width
     T  tokens                 D  width of one head            S  the layer's selected heads
     heads [B, T, H·D]  the input of o_proj, concat_h(O_h)
-    w_d   [D, D]       W_D, one per layer, shared by its selected heads, no bias
+    w_d   [D, D]       W_D, one per layer, shared by its selected heads, no bias; or [H, D, D], one per head
     lam   [1]          λ(t), one per layer, always float32
     weight [d, H·D]    W_Oᵀ as torch stores it: the D columns h·D … h·D+D−1 belong to head h
 """
@@ -41,7 +41,7 @@ def apply_branch(heads: Tensor, w_d: Tensor, lam: Tensor, selected: Tensor) -> T
     heads [..., H·D], selected [H] (1 for h in S, else 0) → [..., H·D].
     """
     per_head = heads.unflatten(-1, (selected.numel(), -1))  # [..., H, D]
-    branch = per_head @ w_d  # f_D(O_h)
+    branch = per_head @ w_d if w_d.ndim == 2 else torch.einsum("...he,hef->...hf", per_head, w_d)  # f_D(O_h)
     return (per_head - (lam * selected)[:, None] * branch).flatten(-2)
 
 
@@ -51,7 +51,9 @@ def fold_weight(weight: Tensor, w_d: Tensor, lam: Tensor, selected: Tensor) -> T
     weight [d, H·D], selected [H] (1 for h in S, else 0) → [d, H·D].
     """
     per_head = weight.unflatten(1, (selected.numel(), -1))  # [d, H, D]: row h of W_Oᵀ's column blocks
-    branch = per_head @ w_d.T  # (W_D W_O,h)ᵀ
+    branch = (
+        per_head @ w_d.T if w_d.ndim == 2 else (per_head.transpose(0, 1) @ w_d.mT).transpose(0, 1)
+    )  # (W_D W_O,h)ᵀ
     return (per_head - (lam * selected)[:, None] * branch).flatten(1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from statistics import fmean
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -26,5 +27,7 @@ class LogFigures(TrainerCallback, ABC):
         if logs is None or "loss" not in logs:
             return
         figures = self.figures(model)
+        # Trackers draw numbers, not lists: beside one number a layer, their mean.
+        figures |= {f"{name}_mean": fmean(values) for name, values in figures.items() if isinstance(values, list)}
         logs.update(figures)
         state.log_history[-1].update(figures)

@@ -10,12 +10,15 @@ gradient of the chunk is taken at once, while its probabilities are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from dex.errors import DexError
 
 IGNORE = -100  # transformers' label for "not a target"
 BUFFER_ELEMENTS = 2**24  # 64 MB of float32 logits: 341 targets of SmolLM2's vocabulary, 130 of Llama-3's
@@ -55,12 +58,37 @@ def chunked_cross_entropy(
     )
 
 
+def liger_cross_entropy(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, num_targets: int | float | Tensor | None = None
+) -> Tensor:
+    """`chunked_cross_entropy` by the kernel of the package liger-kernel, which needs a GPU."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    targets = labels[:, 1:].reshape(-1).to(hidden.device)
+    rows = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+    total: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="sum")(head_weight, rows, targets)
+    return total / (num_targets if num_targets is not None else (targets != IGNORE).sum())
+
+
+def refuse_without_liger() -> None:
+    """Raise DexError if `liger_cross_entropy` cannot run here."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise DexError(
+            "run.loss liger needs the package liger-kernel: `pip install liger-kernel`, or run.loss: chunked."
+        )
+    if not torch.cuda.is_available():
+        raise DexError("run.loss liger needs a GPU, and there is none here; use run.loss: chunked.")
+
+
+CrossEntropy = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+
+
 def causal_lm_loss(
     model: nn.Module,
     input_ids: Tensor,
     labels: Tensor,
     num_targets: int | float | Tensor | None = None,
-    chunk_tokens: int | None = None,
+    cross_entropy: CrossEntropy = chunked_cross_entropy,
     **inputs: Any,
 ) -> Tensor:
     """The loss of `model(input_ids, labels=labels)`, without its logits.
@@ -69,10 +97,14 @@ def causal_lm_loss(
     `model` may be wrapped (PEFT, DDP): its own forward is called. Raises ValueError for a
     head that is not a plain linear one.
     """
-    weight = head_weight(model)
-    with capture_head_input(model) as captured:
-        model(input_ids=input_ids, use_cache=False, **inputs)
-    return chunked_cross_entropy(captured.hidden, weight, labels, num_targets, chunk_tokens)
+    check_head(model)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return cross_entropy(hidden, weight, labels, num_targets)
+
+    with head_computes(model, loss):
+        out: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
+    return out
 
 
 @torch.no_grad()
@@ -81,10 +113,18 @@ def token_losses(model: nn.Module, input_ids: Tensor, chunk_tokens: int | None =
 
     input_ids: [B, T]. The model's mode (train, eval) is left as it is.
     """
-    weight = _in_autocast_dtype(head_weight(model))
-    with capture_head_input(model) as captured:
-        model(input_ids=input_ids, use_cache=False, **inputs)
-    hidden = _in_autocast_dtype(captured.hidden)[:, :-1]
+    check_head(model)
+
+    def losses(hidden: Tensor, weight: Tensor) -> Tensor:
+        return _token_losses(hidden, weight, input_ids, chunk_tokens)
+
+    with head_computes(model, losses):
+        out: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
+    return out
+
+
+def _token_losses(hidden: Tensor, weight: Tensor, input_ids: Tensor, chunk_tokens: int | None) -> Tensor:
+    weight, hidden = _in_autocast_dtype(weight), _in_autocast_dtype(hidden)[:, :-1]
     rows = hidden.reshape(-1, hidden.shape[-1])
     targets = input_ids[:, 1:].reshape(-1).to(rows.device)
     length = chunk_tokens or _chunk_length(weight)
@@ -95,37 +135,30 @@ def token_losses(model: nn.Module, input_ids: Tensor, chunk_tokens: int | None =
     return losses.view(hidden.shape[:2])
 
 
-class HeadInput:
-    """What `capture_head_input` yields: `hidden`, [B, T, d], is there once the model's forward has run."""
-
-    def __init__(self) -> None:
-        self._hidden: Tensor | None = None
-
-    @property
-    def hidden(self) -> Tensor:
-        if self._hidden is None:
-            raise RuntimeError("The model's head was not called, so there is no hidden state to take.")
-        return self._hidden
-
-
 @contextmanager
-def capture_head_input(model: nn.Module) -> Iterator[HeadInput]:
-    """Within the block, `model`'s forward hands its head no position, and the head's input is kept.
+def head_computes(model: nn.Module, compute: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Within the block, `model`'s forward gives compute(hidden, W_U) as its logits; hidden: [B, T, d], W_U: [V, d].
 
-    The logits it returns are [B, 0, V]. A hook on the head, not a call of the inner model, so that wrappers
-    (DDP's gradient synchronisation, PEFT's adapters) run as in any forward.
+    Inside the head's own forward, not after the model's: there a sharded W_U is whole (FSDP2, ZeRO-3), and what the
+    model returns is what the backward pass begins at, which wrappers (DDP, FSDP2) rely on.
     """
-    captured = HeadInput()
+    kept: list[Tensor] = []
 
     def keep_and_empty(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        captured._hidden = args[0]
+        kept.append(args[0])
         return (args[0][:, :0],)
 
-    handle = output_head(model).register_forward_pre_hook(keep_and_empty)
+    def replace(head: Any, args: tuple[Tensor, ...], empty: Tensor) -> Tensor:
+        return compute(kept.pop(), head.weight)
+
+    head = output_head(model)
+    before = head.register_forward_pre_hook(keep_and_empty)
+    after = head.register_forward_hook(replace, prepend=True)  # before a hook that gives the weight back
     try:
-        yield captured
+        yield
     finally:
-        handle.remove()
+        before.remove()
+        after.remove()
 
 
 def output_head(model: nn.Module) -> nn.Module:
@@ -140,16 +173,14 @@ def output_head(model: nn.Module) -> nn.Module:
     return head
 
 
-def head_weight(model: nn.Module) -> Tensor:
-    """The head's weight, [V, d].
+def check_head(model: nn.Module) -> None:
+    """Raise ValueError for a head that is more than a product with its weight.
 
-    Raises ValueError for a head that is more than a product with that weight: a bias (no Llama or Qwen has
-    one), an adapter of its own, quantised values.
+    That is: a bias (no Llama or Qwen has one), an adapter of its own, quantised values.
     """
     head = output_head(model)
     if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
         raise ValueError("The chunked loss needs a head that is a plain nn.Linear without bias.")
-    return head.weight
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import torch
 from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
@@ -37,6 +38,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -80,11 +82,21 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A plain transformers model in eval mode on the CPU, its tokenizer, and where both came from."""
+    """A plain transformers model in eval mode on the CPU, its tokenizer, and where both came from.
+
+    `quantised` is how it was quantised while it was loaded, `whole_fingerprint` the identity of its weights before.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     source: ModelSource
+    quantised: str | None = None
+    whole_fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The identity of its weights, as the checkpoint has them."""
+        return self.whole_fingerprint or fingerprint(self.model)
 
 
 @dataclass(frozen=True)
@@ -137,11 +149,13 @@ def load_model(
     dtype: str = "auto",
     attn_implementation: str | None = None,
     families: Sequence[str] = SUPPORTED,
+    quantise: str | None = None,
 ) -> LoadedModel:
     """Load MODEL and its tokenizer on the CPU, in eval mode, with exactly the weights that its class has.
 
     `dtype` is "auto" (the checkpoint's own; float32 for GGUF), "float32", "bfloat16" or "float16".
     `families` are the model types that the caller can use; without DIFF ones unless it says so.
+    `quantise`: "4bit" or "8bit" quantises all but K, V, O and the head with bitsandbytes.
     Raises DexError, in one sentence, for everything that can be wrong with a model, a path or the network.
     """
     if dtype not in DTYPES:
@@ -149,11 +163,27 @@ def load_model(
     place = _locate(model, revision)
     config = _read_config(place, families)
     _fetch(place, _MODEL_FILES)
-    loaded = _read_weights(place, config, dtype, attn_implementation)
+    whole_fingerprint = None
+    if quantise is not None:
+        whole_fingerprint = fingerprint(_read_weights(place, config, dtype, attn_implementation, None))
+        config = _read_config(place, families)
+    loaded = _read_weights(place, config, dtype, attn_implementation, quantise)
     tokenizer = _read_tokenizer(place)
     # PEFT writes this name into the adapter; a path into the cache would mean nothing on another machine.
     loaded.name_or_path = loaded.config.name_or_path = tokenizer.name_or_path = place.source.id
-    return LoadedModel(loaded, tokenizer, place.source)
+    return LoadedModel(loaded, tokenizer, place.source, quantise, whole_fingerprint)
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Give the tokenizer the chat template of a file; it is saved with the tokenizer. Raises DexError without one."""
+    try:
+        template = file.read_text(encoding="utf-8")
+        jinja2.Environment().parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise DexError(f"{file}, line {error.lineno}: this is no chat template: {error.message}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DexError(f"The chat template {file} could not be read: {_reason(error)}.") from error
+    tokenizer.chat_template = template
 
 
 def read_config_file(path: Path) -> PretrainedConfig:
@@ -182,14 +212,21 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    state: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write a stock folder: weights, config, generation config as it was loaded, tokenizer and chat template.
+
+    `state` holds the weights, where the model's own are sharded over processes.
 
     Raises DexError if the libraries refuse, and OSError (which `output.whole_folder` explains) if the disk does.
     """
     try:
         with quiet(), _generation_config_set_aside(model) as generation_config:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=state)
             generation_config.to_json_file(Path(folder) / "generation_config.json")
         save_tokenizer(tokenizer, folder)
     except OSError:
@@ -278,8 +315,10 @@ def fingerprint(model: torch.nn.Module) -> str:
         options = {name: v for name, v in config.to_dict().items() if name.startswith(("lambda_", "head_norm"))}
         digest.update(json.dumps(options, sort_keys=True).encode())
     for name, parameter in sorted(_base_parameters(model)):
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLED)].to("cpu", torch.bfloat16)
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if parameter.is_meta:
+            continue  # no weights, only their shapes: a model that is planned with
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLED)].to("cpu", torch.bfloat16)
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -520,9 +559,11 @@ def _read_tokenizer(place: _Place) -> PreTrainedTokenizerBase:
 
 
 def _read_weights(
-    place: _Place, config: PretrainedConfig, dtype: str, attn_implementation: str | None
+    place: _Place, config: PretrainedConfig, dtype: str, attn_implementation: str | None, quantise: str | None
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"gguf_file": place.gguf_file} if place.gguf_file else {"use_safetensors": True}
+    if quantise is not None:
+        options["quantization_config"] = _quantisation(place, quantise, dtype)
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     if place.gguf_file is None:
@@ -543,6 +584,24 @@ def _read_weights(
         _check_gguf_tensors(place, model)
         _remove_quantisation_mark(model)
     return model.eval()
+
+
+def _quantisation(place: _Place, quantise: str, dtype: str) -> BitsAndBytesConfig:
+    """What bitsandbytes is told. K, V and O stay whole, since copies of them train, and so does the head."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise DexError(f"model.quantise {quantise} needs the package bitsandbytes: `pip install bitsandbytes`.")
+    if place.gguf_file is not None:
+        raise DexError(
+            f"{place.source.id} is a GGUF file, whose weights are quantised already; remove model.quantise."
+        )
+    compute = torch.float16 if dtype == "float16" else torch.bfloat16
+    return BitsAndBytesConfig(
+        load_in_4bit=quantise == "4bit",
+        load_in_8bit=quantise == "8bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute,
+        llm_int8_skip_modules=["k_proj", "v_proj", "o_proj", "lm_head"],
+    )
 
 
 def _check_weight_files(place: _Place) -> None:

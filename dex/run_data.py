@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dex.console import Bar
-from dex.data import Prepared, Source, prepare
+from dex.data import HeldOutBlock, Prepared, Source, prepare
 from dex.recipe import Data
 
 # A run whose budget is smaller than its one source draws its blocks from all over it (the order is RunOrder's), not
@@ -24,8 +23,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("DEX_CACHE") or Path(home) / "dex")
 
 
-def held_out_blocks(data: Data, prepared: Prepared) -> list[tuple[int, Tensor]]:
-    """The blocks that a recipe evaluates on: (document, input_ids [≤ block])."""
+def held_out_blocks(data: Data, prepared: Prepared) -> list[HeldOutBlock]:
+    """The blocks that a recipe evaluates on."""
     return prepared.held_out.blocks(data.held_out_tokens, data.held_out_per_document)
 
 
@@ -34,12 +33,18 @@ def sources(data: Data) -> list[Source]:
 
 
 def prepare_data(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int = 1) -> Prepared:
-    """Read, split and pack what `tokens` of training need; a second call finds it in the cache.
+    """Read, split and pack what `tokens` of training need; a second call finds it in the cache, or goes on.
 
     The held-out part of local data does not depend on `tokens`.
     """
     pool = max(tokens, POOL_TOKENS) if len(data.train) == 1 else tokens
     with Bar("preparing data", pool, "tokens") as bar:
+
+        def show(done: int, _total: int) -> None:
+            if bar.done == 0:
+                bar.start = done  # what an earlier call had done says nothing about this one's speed
+            bar.update(done)
+
         return prepare(
             sources(data),
             tokenizer,
@@ -47,5 +52,5 @@ def prepare_data(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int = 1
             pool,
             data.held_out,
             cache_dir(),
-            on_progress=lambda done, _total: bar.update(done),
+            on_progress=show,
         )

@@ -5,7 +5,9 @@ inputs.json       the base and the data that the run began with
 heads.json        the head plan
 log.jsonl         one line per logged step
 checkpoints/      checkpoint-N, each whole: written beside its place, then renamed
-adapter/          the trained adapter, with the tokenizer; or, for method `full`,
+environment.json  versions, the commit of dex, and the machine, of every start
+trackers/         what tensorboard writes
+adapter/          the trained adapter, with the tokenizer; or, for methods that train the base's own weights,
 model/            the trained model
 held_out.json     its loss on every held-out block, as `dex eval` writes it
 result.json       the figures of the finished run
@@ -18,6 +20,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,33 @@ from dex.heads import HeadPlan
 from dex.output import refuse_file_above, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 
-ADAPTER, MODEL = "adapter", "model"
-CONTENT = ("recipe.yaml", "inputs.json", "heads.json", "log.jsonl", "checkpoints", ADAPTER, MODEL, "held_out.json")
+CONTENT = (
+    "recipe.yaml",
+    "inputs.json",
+    "environment.json",
+    "heads.json",
+    "log.jsonl",
+    "trackers",
+    "checkpoints",
+    "adapter",
+    "model",
+    "held_out.json",
+)
 RESULT = "result.json"
 
 # What a run may go on with although it changed: where it lies, and how often it speaks and saves.
-NOT_COMPARED = ("output", "run.keep_last", "run.save_every", "run.eval_every", "run.log_every")
+NOT_COMPARED = (
+    "output",
+    *(
+        f"run.{key}"
+        for key in ("keep_last", "save_every", "eval_every", "log_every", "hours", "track", "micro_batch")
+    ),
+)
+
+
+def trained_folder(recipe: Recipe) -> Path:
+    """Where in the run's folder the result is: adapter/ or model/."""
+    return Path(recipe.output) / recipe.method.result
 
 
 @contextmanager
@@ -61,7 +85,7 @@ def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
         return None
     _refuse_another_recipe(run, load_recipe(saved), recipe)
     result = run / RESULT
-    trained = run / (MODEL + "/config.json" if recipe.method.name == "full" else ADAPTER + "/adapter_config.json")
+    trained = trained_folder(recipe) / ("config.json" if recipe.method.result == "model" else "adapter_config.json")
     return _read(result) if all(file.exists() for file in (result, trained, run / "held_out.json")) else None
 
 
@@ -81,6 +105,15 @@ def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan 
     if plan is not None:
         plan.save(run / "heads.json", force=True)
     write_json(saved, inputs)
+
+
+def note_environment(run: Path, environment: dict[str, Any]) -> None:
+    """Add what this start runs with to environment.json, which has one entry a start."""
+    path = run / "environment.json"
+    starts = _read(path)["starts"] if path.exists() else []
+    write_json(
+        path, {"starts": [*starts, {"started": datetime.now(UTC).isoformat(timespec="seconds"), **environment}]}
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""What watches a run: its log.jsonl, its progress bar, its held-out losses on the way, and Ctrl-C."""
+"""What watches a run: its log.jsonl, its progress bar, its held-out losses on the way, and what stops it early.
+
+Ctrl-C, SIGTERM (pre-emption) and the run's limit of hours all end it after the step that is being done, with a
+checkpoint. With several processes the first one speaks and writes, and all of them stop after the same step.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dex.console import Bar, say
-from dex.evaluate.perplexity import Blocks, held_out_losses, summarise
+from dex.data import HeldOutBlock
+from dex.evaluate.perplexity import held_out_losses, summarise
 from dex.output import write_whole
+from dex.processes import gather, is_first
 from dex.recipe import Recipe
+
+Reason = Literal["interrupted", "terminated", "out of time"]
 
 
 class Watch(TrainerCallback):
-    """The Trainer callback of `dex train`."""
+    """The Trainer callback of `dex train`. `stopped` is why the run ended before its budget, if it did."""
 
-    def __init__(self, recipe: Recipe, blocks: Blocks, log: Path) -> None:
-        self.recipe, self.blocks, self.log = recipe, blocks, log
-        self.interrupted = False
+    def __init__(self, recipe: Recipe, blocks: list[HeldOutBlock], log: Path, began: float) -> None:
+        """`began`: time.monotonic() at the command's start, from which the limit of hours counts."""
+        self.recipe, self.blocks, self.log, self.began = recipe, blocks, log, began
+        self.stopped: Reason | None = None
+        self._signalled: Reason | None = None
         self._bar = Bar("training", recipe.run.tokens, "tokens")
         self._training_seconds = 0.0
         self._trained_tokens = 0
@@ -34,7 +44,8 @@ class Watch(TrainerCallback):
 
     def bar(self, done: int) -> Bar:
         """The progress bar of a run that has done so many steps."""
-        self._drop_log_after(done)
+        if is_first():
+            self._drop_log_after(done)
         self._bar = Bar("training", self.recipe.run.tokens, "tokens", start=done * self.recipe.run.batch_tokens)
         return self._bar
 
@@ -43,22 +54,24 @@ class Watch(TrainerCallback):
         return self._trained_tokens / self._training_seconds if self._training_seconds else None
 
     @contextmanager
-    def ctrl_c(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after its step, with a checkpoint; a second one stops at once."""
+    def signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second one stops at once."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may handle signals
             return
+        reasons: dict[int, Reason] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
         def stop_after_this_step(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            signal.signal(signal.SIGINT, before)
-            say("stopping after this step and saving a checkpoint; Ctrl-C again stops at once")
+            self._signalled = reasons[number]
+            signal.signal(number, before[number])
+            say("stopping after this step and saving a checkpoint; a second signal stops at once")
 
-        before = signal.signal(signal.SIGINT, stop_after_this_step)
+        before = {number: signal.signal(number, stop_after_this_step) for number in reasons}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._step_began = time.monotonic()
@@ -74,8 +87,16 @@ class Watch(TrainerCallback):
         if self.recipe.eval_steps and state.global_step % self.recipe.eval_steps == 0 and tokens < run.tokens:
             loss, _perplexity = summarise(held_out_losses(model, self.blocks, run.micro_batch, "held-out part"))
             self.write({"step": state.global_step, "tokens": tokens, "held_out_loss": loss._asdict()})
-        if self.interrupted:
+        reason = next((each for each in gather(self._reason_to_stop()) if each), None)
+        if reason and tokens < run.tokens:
+            self.stopped = reason
             control.should_save = control.should_training_stop = True
+
+    def _reason_to_stop(self) -> Reason | None:
+        hours = self.recipe.run.hours
+        if self._signalled is None and hours is not None and time.monotonic() - self.began >= 3600 * hours:
+            return "out of time"
+        return self._signalled
 
     def on_log(
         self,
@@ -100,6 +121,8 @@ class Watch(TrainerCallback):
         return f"loss {last['loss']:.3f}{spread}"
 
     def write(self, entry: dict[str, Any]) -> None:
+        if not is_first():
+            return
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 

@@ -13,7 +13,7 @@ from bench_timing import Step
 from dex.layouts.body import body
 from dex.layouts.configuration_diff_v1 import DiffV1Config
 from dex.layouts.modeling_diff_v1 import DiffV1ForCausalLM
-from dex.method import DexConfig
+from dex.tuner import DexConfig
 
 
 class Shape(NamedTuple):

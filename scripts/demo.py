@@ -25,12 +25,12 @@ from dex.evaluate.perplexity import held_out_losses, losses_of
 from dex.evaluate.perplexity import report as perplexity_report
 from dex.evaluate.suite import interval
 from dex.fold import fold
-from dex.method.callback import INERT_BELOW
 from dex.models import load_model, save_model
 from dex.output import whole_folder, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 from dex.run_data import held_out_blocks, prepare_data
 from dex.train import train
+from dex.tuner.callback import INERT_BELOW
 
 MODEL = "smollm2-135m-instruct"
 CONTROL, DEX, LIVE = "recipes/demo-control.yaml", "recipes/demo.yaml", "recipes/demo-live.yaml"

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import dex
-from dex.method import dex_outputs
-from dex.method.callback import BranchRatios, lams
+from dex.tuner import dex_outputs
+from dex.tuner.callback import BranchRatios, lams
 
 
 class Rows(Dataset):

@@ -16,8 +16,8 @@ from dex.convert import Choice, choose_heads, convert, write_plan
 from dex.data import Source
 from dex.errors import DexError
 from dex.heads import HeadPlan
-from dex.method import DexConfig
 from dex.models import fingerprint, load_model
+from dex.tuner import DexConfig
 
 QUICK = Choice(source=Source("pydoc"), sequences=2, length=48)
 

@@ -39,6 +39,8 @@ from dex.data import (
     prepare,
     read_documents,
 )
+from dex.data.packing import BlockWriter
+from dex.data.tokens import Piece, on_all_cores
 from dex.errors import DexError
 
 BOS, EOS, PAD = 256, 257, 258
@@ -298,7 +300,7 @@ def test_settings_that_would_do_nothing_are_refused(change: dict[str, Any]) -> N
 def one_document(text: str, tokenizer: Any) -> list[int]:
     (_, pieces), *rest = encode_documents([Document(text, "x")], tokenizer)
     assert not rest
-    return np.concatenate(list(pieces)).tolist()
+    return np.concatenate([piece.ids for piece in pieces]).tolist()
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
@@ -364,6 +366,32 @@ def test_a_long_text_has_the_same_tokens_in_pieces(monkeypatch: pytest.MonkeyPat
     assert one_document(text, tokenizer) == [*tokenizer(text)["input_ids"], EOS]
 
 
+def test_encoding_uses_all_cores_and_leaves_the_setting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in ("false", "true", None):
+        if before is None:
+            monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        else:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+        with on_all_cores():
+            assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+        assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+
+
+def test_tokenizers_read_the_setting_at_every_call() -> None:
+    """In a process that begins with it off, as dex.cli's do: threads appear with the first call that may use them."""
+    code = (
+        "import os, sys; os.environ['TOKENIZERS_PARALLELISM'] = 'false'; os.environ['RAYON_NUM_THREADS'] = '3'\n"
+        "sys.path.insert(0, 'tests'); from tiny import tiny_tokenizer; from dex.data.tokens import on_all_cores\n"
+        "tokenizer, threads = tiny_tokenizer(), lambda: len(os.listdir('/proc/self/task'))\n"
+        "before = threads(); tokenizer(['a b'] * 99); off = threads()\n"
+        "with on_all_cores(): tokenizer(['a b'] * 99)\n"
+        "print(off - before, threads() - off)"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0", "3"]
+
+
 # Packing
 
 
@@ -383,17 +411,18 @@ def test_blocks_are_the_documents_put_together_and_cut(texts: list[str], block: 
         stream += ids
         positions += range(len(ids))
         starts += [True] + [False] * (len(ids) - 1)
-    wanted = min(-(-budget // block), len(stream) // block)
+    cuts = [slice(start, start + block) for start in range(0, len(stream) // block * block, block)]
+    cuts = [cut for cut in cuts if not all(starts[cut][1:])][: -(-budget // block)]  # those that have a target
     with tempfile.TemporaryDirectory() as folder:
         source = Source(json_file(Path(folder), rows_of(texts)))
-        if wanted == 0:
-            with pytest.raises(DexError, match=rf"have {len(stream)} tokens.*block of {block};"):
+        if not cuts:
+            reason = rf"have {len(stream)} tokens.*block of {block};|blocks of {block} tokens has a target"
+            with pytest.raises(DexError, match=reason):
                 prepared(Path(folder) / "cache", source, block=block, tokens=budget, held_out=0.0)
             return
         packed = prepared(Path(folder) / "cache", source, block=block, tokens=budget, held_out=0.0).packed
-        assert len(packed) == wanted
-        for index, item in enumerate(packed):
-            cut = slice(index * block, (index + 1) * block)
+        assert len(packed) == len(cuts)
+        for cut, item in zip(cuts, packed, strict=True):
             assert item["input_ids"].tolist() == stream[cut]
             expected = []
             for place, position in enumerate(positions[cut]):
@@ -453,6 +482,71 @@ def test_a_document_does_not_see_the_one_before_it(tmp_path: Path, family: str, 
     assert torch.equal(packed_logits[0, 11:], changed_logits[0, 11:])
     assert torch.equal(packed_logits[1], changed_logits[1])
     torch.testing.assert_close(packed_logits[0, 11:], alone.logits[0], atol=1e-4, rtol=1e-4)
+
+
+def packed_documents(folder: Path, documents: list[list[int]], block: int, blocks: int = 1000) -> Packed:
+    writer = BlockWriter(folder, block, blocks)
+    for ids in documents:
+        writer.add(Piece(np.asarray(ids, dtype=np.uint32), np.ones(len(ids), dtype=bool)), True)
+    meta = writer.close()
+    return Packed(folder, block, meta["blocks"], meta["fingerprint"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), lengths=st.lists(st.integers(1, 90), min_size=2, max_size=12), block=st.integers(8, 200))
+def test_a_changed_document_changes_no_other_documents_logits(
+    data: st.DataObject, lengths: list[int], block: int
+) -> None:
+    """Bit for bit, in every block; and a block begins anew."""
+    lengths += [block]  # one whole block at least
+    changed = data.draw(st.integers(0, len(lengths) - 1))
+    documents = [[(7 * i + 3 * place) % 256 for place in range(length)] for i, length in enumerate(lengths)]
+    others = [[(id + 1) % 256 for id in ids] if i == changed else ids for i, ids in enumerate(documents)]
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    model = tiny_model("llama")
+    model.set_attn_implementation("sdpa")
+    with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b, torch.no_grad():
+        first, second = packed_documents(Path(a), documents, block), packed_documents(Path(b), others, block)
+        kept = [
+            start
+            for start in range(0, len(owner) - block + 1, block)
+            if (owner[start + 1 : start + block] == owner[start : start + block - 1]).any()
+        ]
+        assert len(first) == len(second) == len(kept)
+        for start, x, y in zip(kept, first, second, strict=True):
+            logits, changed_logits = (
+                model(
+                    input_ids=item["input_ids"][None], position_ids=item["position_ids"][None], use_cache=False
+                ).logits
+                for item in (x, y)
+            )
+            same = torch.from_numpy(owner[start : start + block] != changed)
+            assert torch.equal(logits[0, same], changed_logits[0, same])
+            assert same.all() or not torch.equal(logits, changed_logits)
+
+
+@pytest.mark.parametrize("block", [2, 1024, 32768])
+def test_positions_and_labels_at_any_block_length(tmp_path: Path, block: int) -> None:
+    """Against a count token by token; documents of one token, of several blocks, and that end with a block."""
+    rng = np.random.default_rng(block)
+    lengths = [1, 2, block - 1, block, 1, 1, block + 1, 3 * block, *rng.integers(1, 2 * block, 6).tolist()]
+    documents = [rng.integers(0, 256, length).tolist() for length in lengths]
+    stream = [(id, place) for ids in documents for place, id in enumerate(ids)]
+    expected = []
+    for start in range(0, len(stream) - block + 1, block):
+        ids, positions, labels = [], [], []
+        for index, (id, place) in enumerate(stream[start : start + block]):
+            new = index == 0 or place == 0
+            ids.append(id)
+            positions.append(0 if new else positions[-1] + 1)
+            labels.append(IGNORED if new else id)
+        if any(label != IGNORED for label in labels):
+            expected.append({"input_ids": ids, "position_ids": positions, "labels": labels})
+    items = [
+        {name: values.tolist() for name, values in item.items()}
+        for item in packed_documents(tmp_path, documents, block)
+    ]
+    assert items == expected
 
 
 def test_packed_pickles_without_its_data(tmp_path: Path) -> None:
@@ -575,7 +669,9 @@ def test_held_out_blocks_never_span_documents(tmp_path: Path) -> None:
     for index in range(len(held_out)):
         ids = held_out.document(index).tolist()
         cut = [ids[start : start + 10] for start in range(0, len(ids), 10)]
-        assert [block.tolist() for at, block in blocks if at == index] == [part for part in cut if len(part) > 1]
+        assert [block.input_ids.tolist() for block in blocks if block.document == index] == [
+            part for part in cut if len(part) > 1
+        ]
         row = int(held_out.origins[index].removeprefix("data.jsonl row "))
         assert ids == expected_ids(words(200)[row - 1])
 
@@ -584,7 +680,7 @@ def test_held_out_cap_takes_whole_documents_by_hash(tmp_path: Path) -> None:
     held_out = prepared(tmp_path / "c", Source(json_file(tmp_path, rows_of(words(300))))).held_out
     lengths = [len(held_out.document(index)) for index in range(len(held_out))]
     for cap in (1, lengths[0], sum(lengths[:5]), sum(lengths[:5]) + 1, 10**6):
-        documents = {index for index, _ in held_out.blocks(max_tokens=cap)}
+        documents = {block.document for block in held_out.blocks(max_tokens=cap)}
         within = [n for n in range(len(lengths) + 1) if sum(lengths[:n]) <= cap]
         assert documents == set(range(max(1, within[-1])))
     assert [int(origin.split()[-1]) for origin in held_out.origins] != sorted(
@@ -672,7 +768,9 @@ def test_the_same_data_elsewhere_has_the_same_fingerprint(tmp_path: Path) -> Non
     assert results[0].held_out.fingerprint == results[1].held_out.fingerprint
 
 
-@pytest.mark.parametrize("damage", ["input_ids.bin", "doc_start.bin", "held_out.bin", "held_out.json", "meta.json"])
+@pytest.mark.parametrize(
+    "damage", ["input_ids.bin", "flags.bin", "held_out.bin", "held_out_targets.bin", "held_out.json", "meta.json"]
+)
 def test_a_damaged_cache_is_rebuilt(tmp_path: Path, damage: str) -> None:
     source, cache = Source(json_file(tmp_path, rows_of(words(100)))), tmp_path / "c"
     first = prepared(cache, source)
@@ -821,7 +919,7 @@ def test_faults_of_hub_data_sets_are_one_sentence(hub: HubServer) -> None:
     assert all(part in refusal(Source("own/text", name="en")) for part in ("en", "default"))
     assert all(part in refusal(Source("own/text", column="body")) for part in ("'body'", "text, id"))
     assert "own/text row 1: not text" in refusal(Source("own/text", column="id"))
-    assert "own/broken cannot be read after row 0" in refusal("own/broken")
+    assert "own/broken row 4: not JSON" in refusal("own/broken")
     assert "own/none" in refusal("own/none")
     with hub.unreachable():
         assert "could not be read from the Hub" in refusal("own/text")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny import tiny_model, write_tiny
 
+from dex.data import HeldOutBlock
 from dex.errors import DexError
 from dex.evaluate.perplexity import held_out_losses, summarise
 from dex.evaluate.suite import describe, evaluate
@@ -26,14 +30,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEX_CACHE", str(tmp_path / "cache"))
 
 
-def blocks(*lengths: int) -> list[tuple[int, torch.Tensor]]:
+def blocks(*lengths: int) -> list[HeldOutBlock]:
     generator = torch.Generator().manual_seed(0)
-    return [(i // 2, torch.randint(0, 256, (n,), generator=generator)) for i, n in enumerate(lengths)]
+    ids = [torch.randint(0, 256, (n,), generator=generator) for n in lengths]
+    return [HeldOutBlock(i // 2, each, torch.arange(len(each)) > 0) for i, each in enumerate(ids)]
 
 
 def test_a_blocks_loss_is_the_models_own_mean_loss() -> None:
     model = tiny_model("qwen3")
-    for (document, ids), loss in zip(blocks(9, 5, 9), held_out_losses(model, blocks(9, 5, 9)), strict=True):
+    for (document, ids, _), loss in zip(blocks(9, 5, 9), held_out_losses(model, blocks(9, 5, 9)), strict=True):
         expected = model(input_ids=ids[None], labels=ids[None]).loss.item()
         assert (loss.document, loss.tokens) == (document, len(ids) - 1)
         assert loss.loss == pytest.approx(expected, rel=1e-5)
@@ -91,3 +96,62 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DexError, match="not one of the models"):
         evaluate([a], tmp_path / "out", DATA, against="b")
     assert not (tmp_path / "out").exists()
+
+
+# Several processes
+
+
+class Counted(torch.nn.Module):
+    """A model that counts its forward passes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module, self.calls = model, 0
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.module(*args, **options)
+
+
+def of_one_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    results = {}
+    for name, lengths in SHARED.items():
+        model = Counted(tiny_model("llama"))
+        losses = held_out_losses(model, blocks(*lengths), 2)
+        results[name] = {"calls": model.calls, "losses": [dataclasses.asdict(loss) for loss in losses]}
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+SHARED = {"uneven": [16] * 5 + [9, 7, 3], "even": [16] * 4, "fewer than processes": [12], "none": []}
+
+
+def test_processes_share_the_work_and_all_get_the_same_losses(tmp_path: Path) -> None:
+    """Each makes the same number of forward passes: those of a sharded model wait for each other."""
+    # Forked, not spawned: the libraries need not be imported again.
+    processes = torch.multiprocessing.start_processes(
+        of_one_rank, (2, str(tmp_path)), nprocs=2, join=False, start_method="fork"
+    )
+    deadline = time.monotonic() + 60
+    while not processes.join(timeout=5):  # one process at a time
+        assert time.monotonic() < deadline
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    for name, lengths in SHARED.items():
+        alone = Counted(tiny_model("llama"))
+        losses = held_out_losses(alone, blocks(*lengths), 2)
+        assert first[name]["losses"] == [dataclasses.asdict(loss) for loss in losses]
+        assert first[name]["calls"] == -(-alone.calls // 2)
+
+
+def test_only_targets_count(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    (whole,) = blocks(20)
+    targets = torch.zeros(20, dtype=torch.bool)
+    targets[[3, 4, 11]] = True
+    (loss,) = held_out_losses(model, [whole._replace(targets=targets)])
+    labels = torch.where(targets, whole.input_ids, -100)
+    expected = model(input_ids=whole.input_ids[None], labels=labels[None]).loss.item()
+    assert (loss.tokens, loss.loss) == (3, pytest.approx(expected, rel=1e-5))

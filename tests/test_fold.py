@@ -21,8 +21,8 @@ from dex.adapter import save_adapter
 from dex.agreement import agreement
 from dex.errors import DexError
 from dex.fold import fold
-from dex.method import dex_outputs
 from dex.models import load_model
+from dex.tuner import dex_outputs
 
 
 def trained_adapter(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:

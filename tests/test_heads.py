@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import FAMILIES, tiny_model, tokens
 from torch import Tensor
 
 from dex.errors import DexError
@@ -23,7 +24,6 @@ from dex.heads import (
 )
 from dex.stats import attention_entropy
 from tests.test_stats import padded
-from tests.tiny import FAMILIES, tiny_model, tokens
 
 # ---- importance --------------------------------------------------------------------------------------------
 

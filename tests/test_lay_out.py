@@ -23,9 +23,9 @@ from dex.lay_out import Target, lay_out
 from dex.layouts.options import parse_options
 from dex.layouts.to_diff_v1 import V1Options, to_diff_v1
 from dex.layouts.to_diff_v2 import to_diff_v2
-from dex.method import DexConfig
 from dex.models import ANY, fingerprint, load_model
 from dex.recipe import data_block
+from dex.tuner import DexConfig
 
 QUICK: dict[str, Any] = {"sequences": 2, "length": 64}
 

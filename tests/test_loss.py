@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny import tiny_model, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dex.loss import BUFFER_ELEMENTS, capture_head_input, causal_lm_loss, chunked_cross_entropy, token_losses
-from tests.tiny import tiny_model, tokens
+from dex.loss import BUFFER_ELEMENTS, causal_lm_loss, chunked_cross_entropy, head_computes, token_losses
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 13, 8, 50
 
@@ -198,12 +198,20 @@ def test_the_head_multiplies_nothing_and_is_itself_again_afterwards() -> None:
     model = tiny_model()
     input_ids = tokens()
     before = model(input_ids).logits
-    with capture_head_input(model) as captured:
-        assert model(input_ids).logits.shape == (2, 0, model.config.vocab_size)
-    assert captured.hidden.shape == (2, 24, 64)
-    assert torch.equal(model.lm_head(captured.hidden), before)
+    seen = []
+
+    def compute(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert weight is model.lm_head.weight
+        seen.append(hidden)
+        return hidden.sum()
+
+    with head_computes(model, compute):
+        out = model(input_ids).logits
+    assert torch.equal(out, seen[0].sum())
+    assert seen[0].shape == (2, 24, 64)
+    assert torch.equal(model.lm_head(seen[0]), before)
     assert torch.equal(model(input_ids).logits, before)
-    with pytest.raises(KeyError), capture_head_input(model):
+    with pytest.raises(KeyError), head_computes(model, compute):
         raise KeyError
     assert torch.equal(model(input_ids).logits, before)
 

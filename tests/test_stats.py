@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import FAMILIES, tiny_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dex import stats
 from dex.errors import DexError
-from tests.tiny import FAMILIES, tiny_model, tokens
 
 LENGTH = 48
 REAL = torch.tensor([LENGTH, 41])  # real tokens of the two rows of a padded batch

@@ -68,6 +68,7 @@ def test_a_run_writes_its_recipe_plan_log_adapter_and_result(tmp_path: Path) -> 
     assert names == {
         "recipe.yaml",
         "inputs.json",
+        "environment.json",
         "heads.json",
         "log.jsonl",
         "checkpoints",

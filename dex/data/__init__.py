@@ -4,7 +4,7 @@
 """
 
 from dex.data.calibrate import Calibration, calibration
-from dex.data.held_out import HeldOut, is_held_out
+from dex.data.held_out import HeldOut, HeldOutBlock, is_held_out
 from dex.data.packing import IGNORED, Packed, RunOrder
 from dex.data.prepare import Prepared, prepare
 from dex.data.sources import Document, Skipped, Source, read_documents
@@ -15,6 +15,7 @@ __all__ = [
     "Calibration",
     "Document",
     "HeldOut",
+    "HeldOutBlock",
     "Packed",
     "Prepared",
     "RunOrder",

@@ -11,7 +11,7 @@ import torch
 
 from dex.data.held_out import training_side
 from dex.data.sources import Skipped, Source, read_documents
-from dex.data.tokens import Ids, encode_documents
+from dex.data.tokens import Ids, Piece, encode_documents
 from dex.errors import DexError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def calibration(
         raise DexError(f"The held-out share is {held_out}; it must be at least 0 and below 1.")
     wanted, seen, skipped = sequences * length, 0, Skipped()
     pure, stream = list[Ids](), list[Ids]()
-    texts = training_side(read_documents(source, skipped), held_out, None)
+    texts = training_side(read_documents(source, skipped, tokenizer), held_out)
     for _, pieces in encode_documents(texts, tokenizer):
         ids = _first(pieces, wanted)
         pure += _windows(ids, length)
@@ -57,10 +57,10 @@ def calibration(
     return _calibration(np.stack(windows[:sequences]))
 
 
-def _first(pieces: Iterable[Ids], wanted: int) -> Ids:
+def _first(pieces: Iterable[Piece], wanted: int) -> Ids:
     """The first `wanted` tokens of a document; later pieces of a long one are not encoded at all."""
     taken, count = list[Ids](), 0
-    for ids in pieces:
+    for ids, _ in pieces:
         taken.append(ids)
         count += len(ids)
         if count >= wanted:

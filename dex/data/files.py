@@ -1,18 +1,26 @@
-"""The rows of one .txt, .jsonl or .parquet file, read piece by piece."""
+"""The rows of one .txt, JSON or .parquet file, read piece by piece, from any row on."""
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Literal, NamedTuple
 
+from dex.data.json_array import array_values, holds_array
 from dex.errors import DexError
 
 JSON_LINES = (".jsonl", ".jsonlines", ".ndjson")
 SUFFIXES = (".txt", *JSON_LINES, ".parquet")
 PARQUET_ROWS = 256  # rows decoded at a time
+
+Kind = Literal["text", "lines", "json", "parquet"]  # json: an array, or else lines
+
+
+class BrokenOff(DexError):
+    """Reading stopped for a reason that may pass, such as a connection: what was read before it stays good."""
 
 
 class Fault(NamedTuple):
@@ -23,83 +31,148 @@ class Fault(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row's text as it was found (of any type), or the fault that stands in its place."""
+    """A row's value as it was found (of any type), or the fault that stands in its place.
+
+    `number` is the row's, from 1; in a text file or one of JSON lines, that of its (last) line.
+    """
 
     origin: str
     value: object
+    number: int
 
 
-def file_rows(path: Path, name: str, column: str, documents: str) -> Iterator[Row]:
-    """Yield the rows of a file; origins begin with `name`. Blank lines are not rows.
+class Place(NamedTuple):
+    """Where reading goes on: after row `row` of file `file` (from 0), `rows` rows after the source's start."""
 
-    Raises DexError for bytes that are not UTF-8, for an unreadable parquet file and for a parquet file without the
-    column.
-    """
+    file: int = 0
+    row: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file to read rows from: `name` begins their origins, `label` stands in messages."""
+
+    name: str
+    label: str
+    kind: Kind
+    open: Callable[[], IO[bytes]]
+
+
+def local_file(path: Path, name: str) -> DataFile:
     suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        return _parquet_rows(path, name, column)
-    if suffix in JSON_LINES:
-        return _json_rows(path, name, column)
-    return {"file": _whole_file, "paragraph": _paragraphs, "line": _single_lines}[documents](path, name)
+    kind: Kind = "parquet" if suffix == ".parquet" else "lines" if suffix in JSON_LINES else "text"
+    return DataFile(name, str(path), kind, lambda: path.open("rb"))
 
 
-def missing_column(column: str, columns: list[str]) -> Fault:
-    there = ", ".join(columns) or "none"
-    return Fault(f"no column {column!r}", f"the columns there are {there}; name one with `column`")
+def rows_of_files(
+    files: Sequence[DataFile], columns: Sequence[str], documents: str, place: Place
+) -> Iterator[tuple[Row, Place]]:
+    """Yield the rows after `place`, each with the place after it. A file without rows is a row with a fault.
+
+    Raises DexError as `file_rows` does, and for a file that the system cannot read.
+    """
+    read = place.rows
+    for index in range(place.file, len(files)):
+        file, skip = files[index], place.row if index == place.file else 0
+        found = skip > 0
+        try:
+            for row in file_rows(file, columns, documents, skip):
+                found, read = True, read + 1
+                yield row, Place(index, row.number, read)
+        except OSError as error:
+            raise BrokenOff(f"{file.label} could not be read: {error.strerror or error}.") from error
+        if not found:
+            read += 1
+            yield Row(file.name, Fault("empty file"), 0), Place(index + 1, 0, read)
 
 
-def _whole_file(path: Path, name: str) -> Iterator[Row]:
-    raw = path.read_bytes()
+def file_rows(file: DataFile, columns: Sequence[str], documents: str, skip: int = 0) -> Iterator[Row]:
+    """Yield the rows of a file that come after row number `skip`. Blank lines are not rows.
+
+    A row's value is that of the first of `columns` that is there. Raises DexError for bytes that are not UTF-8,
+    for an unreadable parquet file, a JSON array that breaks off, and for a parquet file without the column.
+    """
+    if file.kind == "parquet":
+        return _parquet_rows(file, columns, skip)
+    if file.kind == "text":
+        return {"file": _whole_file, "paragraph": _paragraphs, "line": _single_lines}[documents](file, skip)
+    return _json_rows(file, columns, skip)
+
+
+def missing_column(columns: Sequence[str], there: Sequence[str]) -> Fault:
+    wanted = " or ".join(repr(column) for column in columns)
+    return Fault(f"no column {wanted}", f"the columns there are {', '.join(there) or 'none'}; name one with `column`")
+
+
+def _whole_file(file: DataFile, skip: int) -> Iterator[Row]:
+    if skip:
+        return
+    with file.open() as opened:
+        raw = opened.read()
     if raw:
-        yield Row(name, _decoded(raw, path, 0))
+        yield Row(file.name, _decoded(raw, file, 0), 1)
 
 
-def _single_lines(path: Path, name: str) -> Iterator[Row]:
-    for number, line in _lines(path):
-        if line.strip():
-            yield Row(f"{name} line {number}", line)
+def _single_lines(file: DataFile, skip: int) -> Iterator[Row]:
+    with file.open() as opened:
+        for number, line in _lines(opened, file, skip):
+            if line.strip():
+                yield Row(f"{file.name} line {number}", line, number)
 
 
-def _paragraphs(path: Path, name: str) -> Iterator[Row]:
+def _paragraphs(file: DataFile, skip: int) -> Iterator[Row]:
     start, lines = 0, list[str]()
-    for number, line in _lines(path):
-        if line.strip():
-            start = start if lines else number
-            lines.append(line)
-        elif lines:
-            yield Row(f"{name} line {start}", "\n".join(lines))
-            lines = []
+    with file.open() as opened:
+        for number, line in _lines(opened, file, skip):
+            if line.strip():
+                start = start if lines else number
+                lines.append(line)
+            elif lines:
+                yield Row(f"{file.name} line {start}", "\n".join(lines), number)
+                lines = []
     if lines:
-        yield Row(f"{name} line {start}", "\n".join(lines))
+        yield Row(f"{file.name} line {start}", "\n".join(lines), start + len(lines) - 1)
 
 
-def _json_rows(path: Path, name: str, column: str) -> Iterator[Row]:
-    for number, line in _lines(path):
-        if line.strip():
-            yield Row(f"{name} row {number}", _json_value(line, column))
+def _json_rows(file: DataFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
+    with file.open() as opened:
+        if file.kind == "json" and holds_array(opened):
+            for number, value in enumerate(array_values(opened, file.label), start=1):
+                if number > skip:
+                    yield Row(f"{file.name} row {number}", _column(value, columns), number)
+            return
+        for number, line in _lines(opened, file, skip):
+            if line.strip():
+                yield Row(f"{file.name} row {number}", _json_value(line, columns), number)
 
 
-def _json_value(line: str, column: str) -> object:
+def _json_value(line: str, columns: Sequence[str]) -> object:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # RecursionError: a line of ten thousand brackets
         return Fault("not JSON", str(error))
+    return _column(row, columns)
+
+
+def _column(row: object, columns: Sequence[str]) -> object:
     if not isinstance(row, dict):
         return Fault("not a JSON object", f"it is {type(row).__name__}")
-    return row[column] if column in row else missing_column(column, list(row))
+    column = next((column for column in columns if column in row), None)
+    return missing_column(columns, list(row)) if column is None else row[column]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, line without its end) of a UTF-8 file, one line in memory at a time."""
+def _lines(opened: IO[bytes], file: DataFile, skip: int) -> Iterator[tuple[int, str]]:
+    """(number from 1, line without its end) of a UTF-8 file after line `skip`, one line in memory at a time."""
     offset = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            text = _decoded(raw, path, offset, f", line {number}")
+    for number, raw in enumerate(opened, start=1):
+        if number > skip:
+            text = _decoded(raw, file, offset, f", line {number}")
             yield number, text.removesuffix("\n").removesuffix("\r")
-            offset += len(raw)
+        offset += len(raw)
 
 
-def _decoded(raw: bytes, path: Path, offset: int, where: str = "") -> str:
+def _decoded(raw: bytes, file: DataFile, offset: int, where: str = "") -> str:
     """UTF-8 bytes that begin at `offset` of the file, as text; the file's byte-order mark is left out."""
     if offset == 0 and raw.startswith(codecs.BOM_UTF8):
         raw, offset = raw[len(codecs.BOM_UTF8) :], len(codecs.BOM_UTF8)
@@ -107,26 +180,39 @@ def _decoded(raw: bytes, path: Path, offset: int, where: str = "") -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = offset + error.start
-        raise DexError(f"{path}{where}: byte {byte} is not UTF-8; convert the file to UTF-8.") from error
+        raise DexError(f"{file.label}{where}: byte {byte} is not UTF-8; convert the file to UTF-8.") from error
 
 
-def _parquet_rows(path: Path, name: str, column: str) -> Iterator[Row]:
+def _parquet_rows(file: DataFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
-            columns = file.schema_arrow.names
-            if column not in columns:
-                fault = missing_column(column, columns)
-                raise DexError(f"{path}: {fault.reason}; {fault.detail}.")
-            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
+        with file.open() as opened, pyarrow.parquet.ParquetFile(opened, pre_buffer=False) as parquet:
+            there = parquet.schema_arrow.names
+            column = next((column for column in columns if column in there), None)
+            if column is None:
+                fault = missing_column(columns, there)
+                raise DexError(f"{file.label}: {fault.reason}; {fault.detail}.")
+            number, groups = _row_groups_after(parquet.metadata, skip)
+            for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, row_groups=groups, columns=[column]):
                 for value in batch.column(0):
                     number += 1
-                    yield Row(f"{name} row {number}", value.as_py())
+                    if number > skip:
+                        yield Row(f"{file.name} row {number}", value.as_py(), number)
     except UnicodeDecodeError as error:
-        raise DexError(f"{path} row {number}: byte {error.start} of {column!r} is not UTF-8.") from error
+        raise DexError(f"{file.label} row {number}: byte {error.start} of {column!r} is not UTF-8.") from error
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise DexError(f"{path} cannot be read as parquet (after row {number}): {reason}.") from error
+        raise DexError(f"{file.label} cannot be read as parquet (after row {number}): {reason}.") from error
+
+
+def _row_groups_after(metadata: object, skip: int) -> tuple[int, list[int]]:
+    """(rows before them, the row groups that hold rows after `skip`): groups before are not read at all."""
+    before, first = 0, 0
+    groups: int = metadata.num_row_groups  # type: ignore[attr-defined]
+    while first < groups and before + metadata.row_group(first).num_rows <= skip:  # type: ignore[attr-defined]
+        before += metadata.row_group(first).num_rows  # type: ignore[attr-defined]
+        first += 1
+    return before, list(range(first, groups))

@@ -7,20 +7,25 @@ import heapq
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dex.data.sources import Document
-from dex.data.tokens import Ids, encode_documents
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from dex.data.tokens import Ids, Mask, Piece, from_text, to_text
 
 TOKEN_FILE = "held_out.bin"  # uint32, the documents one after another
+TARGET_FILE = "held_out_targets.bin"  # bool, for each of these tokens
 DOCUMENT_FILE = "held_out.json"
-WAITING = 64  # documents gathered before they are encoded
+
+
+class HeldOutBlock(NamedTuple):
+    """A part of one held-out document: its tokens, and which of them are targets (the first never is)."""
+
+    document: int
+    input_ids: torch.Tensor  # [n] int64, n ≤ block
+    targets: torch.Tensor  # [n] bool
 
 
 def split_hash(text: str) -> str:
@@ -37,6 +42,7 @@ class _Kept(NamedTuple):
     hash: str
     origin: str
     ids: Ids
+    targets: Mask
 
 
 class HeldOutWriter:
@@ -45,51 +51,65 @@ class HeldOutWriter:
     Which documents are kept does not depend on the order in which they come.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self.seen = 0
         self.tokens = 0
         self._kept: list[tuple[int, _Kept]] = []  # heap, the last by hash on top
         self._hashes: set[str] = set()
         self._bound = "g"  # after every hexadecimal digit; documents from this hash on are left out
-        self._waiting: list[Document] = []
 
-    def add(self, document: Document) -> None:
+    def wants(self, document: Document) -> bool:
+        """Count a held-out document; True if it would be kept as things stand, so that it has to be encoded."""
         self.seen += 1
         text_hash = split_hash(document.text)
+        return text_hash < self._bound and text_hash not in self._hashes
+
+    def add(self, document: Document, piece: Piece) -> None:
+        """Take the tokens of a document that was wanted."""
+        text_hash = split_hash(document.text)
         if text_hash < self._bound and text_hash not in self._hashes:
-            self._hashes.add(text_hash)
-            self._waiting.append(document)
-        if len(self._waiting) >= WAITING:
-            self._encode()
+            self._keep(_Kept(text_hash, document.origin, piece.ids, piece.targets))
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the kept documents, by hash; returns their counts and the fingerprint of the tokens."""
-        self._encode()
-        kept = sorted(document for _, document in self._kept)
+        kept = self._sorted()
         tokens = b"".join(document.ids.tobytes() for document in kept)
+        targets = b"".join(document.targets.tobytes() for document in kept)
         (folder / TOKEN_FILE).write_bytes(tokens)
+        (folder / TARGET_FILE).write_bytes(targets)
         documents = [{"origin": document.origin, "tokens": len(document.ids)} for document in kept]
         (folder / DOCUMENT_FILE).write_text(json.dumps(documents, ensure_ascii=False), encoding="utf-8")
         lengths = repr([document["tokens"] for document in documents]).encode()
-        fingerprint = hashlib.sha256(lengths + tokens).hexdigest()
+        fingerprint = hashlib.sha256(lengths + tokens + targets).hexdigest()
         return {"documents": len(kept), "tokens": self.tokens, "seen": self.seen, "fingerprint": fingerprint}
 
-    def _encode(self) -> None:
-        for document, pieces in encode_documents(self._waiting, self.tokenizer):
-            self._keep(_Kept(split_hash(document.text), document.origin, np.concatenate(list(pieces))))
-        self._waiting = []
+    def state(self) -> dict[str, Any]:
+        """What `restore` goes on from, as JSON."""
+        kept = [[each.hash, each.origin, *to_text(Piece(each.ids, each.targets))] for each in self._sorted()]
+        return {"seen": self.seen, "bound": self._bound, "kept": kept}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.seen, self._bound, self.tokens = int(state["seen"]), str(state["bound"]), 0
+        self._kept, self._hashes = [], set()
+        for text_hash, origin, ids, targets in state["kept"]:
+            self._push(_Kept(text_hash, origin, *from_text(ids, targets)))
+
+    def _sorted(self) -> list[_Kept]:
+        return sorted((document for _, document in self._kept), key=lambda document: document.hash)
 
     def _keep(self, document: _Kept) -> None:
-        if document.hash >= self._bound:
-            return
-        heapq.heappush(self._kept, (-int(document.hash, 16), document))
-        self.tokens += len(document.ids)
+        self._push(document)
         while self.tokens > self.max_tokens and len(self._kept) > 1:
             _, last = heapq.heappop(self._kept)
             self.tokens -= len(last.ids)
             self._bound = last.hash
             self._hashes.discard(last.hash)
+
+    def _push(self, document: _Kept) -> None:
+        heapq.heappush(self._kept, (-int(document.hash, 16), document))  # hashes differ, so the key decides
+        self._hashes.add(document.hash)
+        self.tokens += len(document.ids)
 
 
 class HeldOut:
@@ -105,8 +125,9 @@ class HeldOut:
         self.origins: list[str] = [document["origin"] for document in listed]
         self._ends = np.cumsum([0, *(document["tokens"] for document in listed)])
         self._tokens = np.fromfile(folder / TOKEN_FILE, dtype=np.uint32)
-        if len(self.origins) != documents or self.tokens != int(self._ends[-1]):
-            raise ValueError(f"{TOKEN_FILE} and {DOCUMENT_FILE} do not fit together")
+        self._targets = np.fromfile(folder / TARGET_FILE, dtype=np.bool_)
+        if len(self.origins) != documents or not self.tokens == int(self._ends[-1]) == len(self._targets):
+            raise ValueError(f"{TOKEN_FILE}, {TARGET_FILE} and {DOCUMENT_FILE} do not fit together")
 
     def __len__(self) -> int:
         return len(self.origins)
@@ -120,12 +141,16 @@ class HeldOut:
         ids = self._tokens[self._ends[index] : self._ends[index + 1]]
         return torch.from_numpy(ids.astype(np.int64))
 
-    def blocks(
-        self, max_tokens: int | None = None, per_document: int | None = None
-    ) -> list[tuple[int, torch.Tensor]]:
-        """(document index, input_ids [≤ block] int64) of each block; no block spans two documents.
+    def targets(self, index: int) -> torch.Tensor:
+        """Which tokens of a document are targets, [n] bool; of a text all but the first."""
+        targets = self._targets[self._ends[index] : self._ends[index + 1]].copy()
+        targets[:1] = False
+        return torch.from_numpy(targets)
 
-        The last block of a document is shorter, and dropped if it has a single token (nothing to predict).
+    def blocks(self, max_tokens: int | None = None, per_document: int | None = None) -> list[HeldOutBlock]:
+        """The documents, cut into blocks; no block spans two documents.
+
+        The last block of a document is shorter; a block without a target is dropped, such as one of a single token.
         `per_document` takes at most so many tokens from the start of each document, so that a few long ones do not
         outweigh the rest. `max_tokens` takes the first documents that have no more tokens together (at least one).
         """
@@ -133,18 +158,24 @@ class HeldOut:
         count = (
             len(self) if max_tokens is None else max(1, int(np.searchsorted(lengths.cumsum(), max_tokens, "right")))
         )
-        return [
-            (index, block)
+        cut = [
+            _block(index, ids, targets)
             for index in range(min(count, len(self)))
-            for block in self.document(index)[: lengths[index]].split(self.block)
-            if len(block) > 1
+            for ids, targets in zip(
+                self.document(index)[: lengths[index]].split(self.block),
+                self.targets(index)[: lengths[index]].split(self.block),
+                strict=True,
+            )
         ]
+        return [block for block in cut if block.targets.any()]
 
 
-def training_side(documents: Iterator[Document], share: float, writer: HeldOutWriter | None) -> Iterator[Document]:
-    """Yield the documents that may be trained on; the others go to `writer` (if any)."""
-    for document in documents:
-        if not is_held_out(document.text, share):
-            yield document
-        elif writer is not None:
-            writer.add(document)
+def _block(document: int, input_ids: torch.Tensor, targets: torch.Tensor) -> HeldOutBlock:
+    targets = targets.clone()
+    targets[:1] = False  # nothing precedes it in its block
+    return HeldOutBlock(document, input_ids, targets)
+
+
+def training_side(documents: Iterator[Document], share: float) -> Iterator[Document]:
+    """Yield the documents that may be trained on."""
+    return (document for document in documents if not is_held_out(document.text, share))

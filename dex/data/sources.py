@@ -9,15 +9,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dex.data import hub
-from dex.data.files import SUFFIXES, Fault, Row, file_rows
+from dex.data.chat import ChatTemplate, Rendered, Span, clean
+from dex.data.files import SUFFIXES, Fault, Place, Row, local_file, rows_of_files
 from dex.errors import DexError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SKIPPED_SHARE = 0.05  # more than this share of unusable rows stops the run
 CHECK_EARLY = 1000  # rows after which the share is watched, so that an endless stream of faults stops too
 PYDOC = "pydoc"
+START = Place()
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,11 @@ class Source:
     """One data set and how to read it.
 
     `source` is "pydoc", a .txt, .jsonl or .parquet file, a folder of those, or a Hub data set id. `column` is the
-    column that holds the text ("text" if not given). `split`, `name` (the configuration) and `revision` belong to
-    Hub data sets. `documents` says how a .txt file is cut: the whole file, blank-line-separated paragraphs, or lines.
+    column that is read: by default "text", or of chat data "messages" or else "conversations". `split`, `name` (the
+    configuration) and `revision` belong to Hub data sets. `documents` says how a .txt file is cut: the whole file,
+    blank-line-separated paragraphs, or lines. `format` "chat" is conversations, whose assistant turns alone are
+    targets. `too_long` says what becomes of a document that is longer than a block: it goes on in the next one
+    (split), ends with its first block (truncate) or is left out (drop).
     """
 
     source: str
@@ -36,14 +44,35 @@ class Source:
     name: str | None = None
     revision: str | None = None
     documents: Literal["file", "paragraph", "line"] = "file"
+    format: Literal["text", "chat"] = "text"
+    too_long: Literal["split", "truncate", "drop"] = "split"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns to read, the first that is there."""
+        if self.column is not None:
+            return (self.column,)
+        return ("text",) if self.format == "text" else ("messages", "conversations")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text with \\n line ends and no byte-order mark; `origin` names the file and row it comes from."""
+    """A text with \\n line ends and no byte-order mark; `origin` names the file and row it comes from.
+
+    `spans` are the assistant turns of a conversation, None for plain text, all of which is a target.
+    """
 
     text: str
     origin: str
+    spans: tuple[Span, ...] | None = None
+
+
+class Outcome(NamedTuple):
+    """What one row became, and the place after it."""
+
+    origin: str
+    value: Document | Fault
+    place: Place
 
 
 @dataclass
@@ -73,30 +102,65 @@ class Skipped:
             f"the first is {first}. Mend these rows or leave them out."
         )
 
+    def note(self, outcome: Outcome, source: str) -> None:
+        """Count a row. Raises DexError as `check` does, once there are rows enough to tell."""
+        self.rows += 1
+        if isinstance(outcome.value, Fault):
+            self.add_later(outcome.value, outcome.origin, source)
+
+    def add_later(self, fault: Fault, origin: str, source: str) -> None:
+        """Count the fault of a row that was counted before, and check as `note` does."""
+        self.add(fault, origin)
+        if self.rows >= CHECK_EARLY:
+            self.check(source)
+
+    def check_end(self, source: str) -> None:
+        """`check`, at the end of a source, which must have rows."""
+        self.check(source)
+        if self.rows == 0:
+            raise DexError(f"{source} holds no rows.")
+
     def summary(self) -> dict[str, Any]:
         """The counter as JSON, for reports."""
         reasons = {reason: {"rows": count, "first": first} for reason, (count, first) in self.reasons.items()}
         return {"rows_read": self.rows, "rows_skipped": self.count, "reasons": reasons}
 
+    @classmethod
+    def from_summary(cls, summary: dict[str, Any]) -> Skipped:
+        reasons = {reason: (int(each["rows"]), str(each["first"])) for reason, each in summary["reasons"].items()}
+        return cls(int(summary["rows_read"]), reasons)
 
-def read_documents(source: Source, skipped: Skipped | None = None) -> Iterator[Document]:
+
+def read_documents(
+    source: Source, skipped: Skipped | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Iterator[Document]:
     """Yield the documents of a source one by one; rows that cannot be used are counted in `skipped`.
 
-    Raises DexError if the source cannot be read, holds nothing, or has more than 5 % unusable rows.
+    Chat data needs the tokenizer, for its chat template. Raises DexError if the source cannot be read, holds nothing,
+    or has more than 5 % unusable rows.
     """
     skipped = Skipped() if skipped is None else skipped
-    for row in _rows(source):
-        skipped.rows += 1
-        text = _text(row.value)
-        if isinstance(text, str):
-            yield Document(text, row.origin)
-            continue
-        skipped.add(text, row.origin)
-        if skipped.rows >= CHECK_EARLY:
-            skipped.check(source.source)
-    skipped.check(source.source)
-    if skipped.rows == 0:
-        raise DexError(f"{source.source} holds no rows.")
+    for outcome in outcomes(source, tokenizer):
+        skipped.note(outcome, source.source)
+        if isinstance(outcome.value, Document):
+            yield outcome.value
+    skipped.check_end(source.source)
+
+
+def outcomes(
+    source: Source, tokenizer: PreTrainedTokenizerBase | None = None, place: Place = START
+) -> Iterator[Outcome]:
+    """Yield what becomes of each row after `place`: a document, or the fault for which it cannot be used."""
+    source = pin(source)
+    template = ChatTemplate(tokenizer, source.source) if source.format == "chat" else None
+    for row, after in _rows(source, place):
+        value = _text(row.value) if template is None else template.render(row.value)
+        if isinstance(value, str):
+            yield Outcome(row.origin, Document(value, row.origin), after)
+        elif isinstance(value, Rendered):
+            yield Outcome(row.origin, Document(value.text, row.origin, value.spans), after)
+        else:
+            yield Outcome(row.origin, value, after)
 
 
 def is_local(source: Source) -> bool:
@@ -118,7 +182,13 @@ def pin(source: Source) -> Source:
 
 def identity(source: Source) -> dict[str, Any]:
     """What decides the documents of a pinned source, as JSON: its settings and a hash of its content (or commit)."""
-    settings = {"column": source.column, "weight": source.weight, "documents": source.documents}
+    settings = {
+        "column": source.column,
+        "weight": source.weight,
+        "documents": source.documents,
+        "format": source.format,
+        "too_long": source.too_long,
+    }
     if source.source == PYDOC:
         content = hashlib.sha256(repr(sorted(_topics().items())).encode()).hexdigest()
         return {"kind": "pydoc", "python": sys.version.split()[0], "content": content, **settings}
@@ -129,26 +199,18 @@ def identity(source: Source) -> dict[str, Any]:
     return {"kind": "hub", "id": source.source, "commit": source.revision, **settings}
 
 
-def _rows(source: Source) -> Iterator[Row]:
-    source = pin(source)
+def _rows(source: Source, place: Place) -> Iterator[tuple[Row, Place]]:
     if source.source == PYDOC:
-        return (Row(f"pydoc: {topic}", text) for topic, text in sorted(_topics().items()))
+        topics = enumerate(sorted(_topics().items()), start=1)
+        return (
+            (Row(f"pydoc: {topic}", text, number), Place(0, number, number))
+            for number, (topic, text) in topics
+            if number > place.row
+        )
     if is_local(source):
-        return _local_rows(source)
-    return hub.rows(source)
-
-
-def _local_rows(source: Source) -> Iterator[Row]:
-    for name, path in _files(source):
-        rows = 0
-        try:
-            for row in file_rows(path, name, source.column or "text", source.documents):
-                rows += 1
-                yield row
-        except OSError as error:
-            raise DexError(f"{path} could not be read: {error.strerror or error}.") from error
-        if rows == 0:
-            yield Row(name, Fault("empty file"))
+        files = [local_file(path, name) for name, path in _files(source)]
+        return rows_of_files(files, source.columns, source.documents, place)
+    return hub.rows(source, source.columns, place)
 
 
 def _files(source: Source) -> list[tuple[str, Path]]:
@@ -200,13 +262,9 @@ def _text(value: object) -> str | Fault:
         return Fault("null")
     if not isinstance(value, str):
         return Fault("not text", f"it holds {type(value).__name__}")
-    text = value.removeprefix("\ufeff").replace("\r\n", "\n")
-    if not text.strip():
+    text = clean(value)
+    if isinstance(text, str) and not text.strip():
         return Fault("empty")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return Fault("lone surrogate", f"at character {error.start}")
     return text
 
 
@@ -218,8 +276,14 @@ def _refuse_unused_settings(source: Source) -> None:
         raise DexError(f"{source.source}: weight must be a positive number, not {source.weight}.")
     if source.documents not in ("file", "paragraph", "line"):
         raise DexError(f"{source.source}: documents must be file, paragraph or line, not {source.documents!r}.")
+    if source.format not in ("text", "chat"):
+        raise DexError(f"{source.source}: format must be text or chat, not {source.format!r}.")
+    if source.too_long not in ("split", "truncate", "drop"):
+        raise DexError(f"{source.source}: too_long must be split, truncate or drop, not {source.too_long!r}.")
     if not is_local(source):
         return
+    if source.format == "chat" and (source.source == PYDOC or _path(source).suffix.lower() == ".txt"):
+        raise DexError(f"{source.source}: format cannot be chat for plain text; chat data is .jsonl or .parquet.")
     given = [key for key in ("name", "revision") if getattr(source, key) is not None]
     given += ["split"] if source.split != "train" else []
     given += ["column"] if source.source == PYDOC and source.column is not None else []

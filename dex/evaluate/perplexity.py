@@ -1,19 +1,21 @@
 """Held-out loss per block, of one or more models on the same blocks.
 
-A block never spans two documents, so every loss belongs to one document and the bootstrap can draw documents.
+A block never spans two documents, so every loss belongs to one document and the bootstrap can draw documents. With
+several processes each computes a share of the batches, and all of them get all the losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import distributed, nn
 
 from dex.console import Bar
-from dex.data import HeldOut
+from dex.data import HeldOut, HeldOutBlock
 from dex.evaluate.paired import Interval, mean_loss, paired_difference, perplexity
 from dex.loss import token_losses
 
@@ -27,30 +29,61 @@ class BlockLoss:
     loss: float
 
 
-Blocks = Sequence[tuple[int, Tensor]]  # (document, input_ids [≤ block])
+Blocks = Sequence[HeldOutBlock]
 
 
 def held_out_losses(
     model: nn.Module, blocks: Blocks, batch_size: int = 4, what: str = "evaluating"
 ) -> list[BlockLoss]:
-    """The loss of every held-out block, in the order of the blocks.
+    """The mean loss of every held-out block's targets, in the order of the blocks.
 
-    Blocks of one length go together, so no batch is padded and a loss does not depend on the batch size.
+    Blocks of one length go together, so no batch is padded and a loss does not depend on the batch size, nor on the
+    number of processes. If torch.distributed is initialised, every process calls this with the same blocks.
     """
     was_training = model.training
     model.eval()
-    losses: list[BlockLoss | None] = [None] * len(blocks)
-    total, done = sum(len(ids) for _, ids in blocks), 0
-    device = next(model.parameters()).device
-    with Bar(what, total, "tokens") as bar:
-        for batch in _batches_of_one_length([len(ids) for _, ids in blocks], batch_size):
-            ids = torch.stack([blocks[i][1] for i in batch]).to(device)  # [B, block]
-            for i, row in zip(batch, token_losses(model, ids), strict=True):
-                losses[i] = BlockLoss(blocks[i][0], row.numel(), row.double().mean().item())
-            done += ids.numel()
-            bar.update(done)
+    batches = list(_batches_of_one_length([len(block.input_ids) for block in blocks], batch_size))
+    rank, world = _rank_and_world()
+    total, done = sum(len(block.input_ids) for block in blocks), 0
+    losses: dict[int, BlockLoss] = {}
+    with Bar(what, total, "tokens") if rank == 0 else nullcontext() as bar:
+        # In a round each process takes a batch. All make the same number of forward passes, since those of a sharded
+        # model wait for each other: who finds none left repeats the last one.
+        for start in range(0, len(batches), world):
+            together = batches[start : start + world]
+            batch = together[min(rank, len(together) - 1)]
+            losses |= zip(batch, _losses_of_batch(model, [blocks[i] for i in batch]), strict=True)
+            done += sum(len(blocks[i].input_ids) for each in together for i in each)
+            if bar is not None:
+                bar.update(done)
     model.train(was_training)
-    return [loss for loss in losses if loss is not None]
+    losses = _of_all_processes(losses, world)
+    return [losses[i] for i in range(len(blocks))]
+
+
+def _losses_of_batch(model: nn.Module, blocks: Blocks) -> list[BlockLoss]:
+    device = next(model.parameters()).device
+    ids = torch.stack([block.input_ids for block in blocks]).to(device)  # [B, n]
+    losses = []
+    for block, row in zip(blocks, token_losses(model, ids), strict=True):
+        of_targets = row[block.targets[1:].to(row.device)]
+        losses.append(BlockLoss(block.document, of_targets.numel(), of_targets.double().mean().item()))
+    return losses
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _of_all_processes(losses: dict[int, BlockLoss], world: int) -> dict[int, BlockLoss]:
+    """The losses by block, of every process."""
+    if world == 1:
+        return losses
+    gathered: list[Any] = [None] * world
+    distributed.all_gather_object(gathered, losses)
+    return {index: loss for each in reversed(gathered) for index, loss in each.items()}
 
 
 def _batches_of_one_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
@@ -92,7 +125,7 @@ def report(
             "difference": None if name == reference else difference(losses, named[reference])._asdict(),
             "blocks": [asdict(block) for block in losses],
         }
-    documents = sorted({document for document, _ in blocks})
+    documents = sorted({block.document for block in blocks})
     return {
         "suite": "perplexity",
         "against": reference,
@@ -101,7 +134,7 @@ def report(
             "fingerprint": held_out.fingerprint,
             "documents": len(documents),
             "blocks": len(blocks),
-            "targets": sum(len(ids) - 1 for _, ids in blocks),
+            "targets": sum(int(block.targets.sum()) for block in blocks),
             "origins": [held_out.origins[document] for document in documents],
         },
         "models": models,

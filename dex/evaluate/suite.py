@@ -11,7 +11,7 @@ from rich.table import Table
 from dex.adapter import is_adapter, load_adapter
 from dex.errors import DexError
 from dex.evaluate.perplexity import held_out_losses, report
-from dex.models import ANY, device, load_model
+from dex.models import ANY, device, load_model, use_chat_template
 from dex.output import refuse_to_overwrite, whole_folder, write_json
 from dex.recipe import Data
 from dex.run_data import held_out_blocks, prepare_data
@@ -29,11 +29,13 @@ def evaluate(
     batch_size: int = 4,
     dtype: str = "auto",
     force: bool = False,
+    chat_template: str | None = None,
 ) -> dict[str, Any]:
     """Held-out loss of models and adapters on the same blocks; writes `perplexity.json` into the output folder.
 
     `tokens` is the budget of the run whose held-out part this is: how far a Hub data set was read depends on it.
-    `against` is the model that the others are compared with, by default the first. Raises DexError where two models
+    `against` is the model that the others are compared with, by default the first. `chat_template` is a .jinja file
+    that chat data is rendered with, in place of each tokenizer's own. Raises DexError where two models
     do not cut the text into the same tokens, and so cannot have the same blocks.
     """
     refuse_to_overwrite(output, force, RESULT)
@@ -44,6 +46,8 @@ def evaluate(
     named, prepared = {}, None
     for name in models:
         model, base = load_adapter(name, dtype) if is_adapter(name) else _plain(name, dtype)
+        if chat_template is not None:
+            use_chat_template(base.tokenizer, Path(chat_template))
         own = prepare_data(data, base.tokenizer, tokens)
         if prepared is not None and own.held_out.fingerprint != prepared.held_out.fingerprint:
             raise DexError(f"{name} and {models[0]} cut the text into different tokens; losses are not comparable.")

@@ -91,7 +91,7 @@ class DiffV1Attention(nn.Module):
     def follow_optimizers(self) -> None:
         """From now on, every optimiser step of this module's weights advances its head_norm_step."""
         if self.config.head_norm == "anneal":
-            _annealed[self] = None
+            _annealed[self] = {}
             _count_optimizer_steps()
 
     def forward(
@@ -183,9 +183,9 @@ def _maps_apart(heads: Tensor) -> Tensor:
     return heads.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
-# The attentions that anneal, and the optimiser that counts for each: the first one to step with any of its weights.
-_annealed: weakref.WeakKeyDictionary[DiffV1Attention, weakref.ref[torch.optim.Optimizer] | None]
-_annealed = weakref.WeakKeyDictionary()
+# Of every attention that anneals, how often each of its trainable parameters (by id) was stepped. The most often
+# stepped one gives the count, so that two optimisers that share a model do not count twice, and a new one goes on.
+_annealed: weakref.WeakKeyDictionary[DiffV1Attention, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 @once
@@ -197,13 +197,11 @@ def _count_optimizer_steps() -> None:
         if found_inf is not None and found_inf.item():
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for module, counting in list(_annealed.items()):
-            if any(id(parameter) in held for parameter in module.parameters()):
-                counter = counting() if counting is not None else None
-                if counter is None:
-                    counter, _annealed[module] = optimizer, weakref.ref(optimizer)
-                if counter is optimizer:
-                    module.head_norm_step += 1
+        for module, before in list(_annealed.items()):
+            trained = {id(p): before.get(id(p), 0) for p in module.parameters() if p.requires_grad}
+            _annealed[module] = {p: count + (p in held) for p, count in trained.items()}
+            if max(_annealed[module].values(), default=0) > max(trained.values(), default=0):
+                module.head_norm_step += 1
 
     register_optimizer_step_post_hook(count)
 

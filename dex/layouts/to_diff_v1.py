@@ -60,6 +60,8 @@ def to_diff_v1(base: PreTrainedModel, options: V1Options, input_ids: Tensor) -> 
     for layer_idx in range(config.num_hidden_layers):
         weights |= new_tensors(config, layer_idx, base.dtype, options.seed)
     model = build(DiffV1ForCausalLM, config, weights).to(base.device)
+    if base.device.type == "meta":
+        return model  # its shapes are all that there is
     measured = measure(base, model, heads, input_ids)
     for layer, moments in zip(model.get_decoder().layers, measured, strict=True):
         _set_scales(layer.self_attn, moments, options.exact)

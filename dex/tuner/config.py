@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from peft import PeftConfig
 
@@ -34,7 +34,10 @@ class DexConfig(PeftConfig):
         anneal_steps: T_a in optimiser steps, for "paper" and "land". The paper does not give it; `DexCallback`
             and `dex train` set half of the run.
         lam: the constant λ of "fixed"; λ_init(l) of each layer if None.
+        sign: "minus", O − λ f_D(O), or the control "plus", O + λ f_D(O). Either way the λ that is reported is what
+            is subtracted: with "plus", λ_init and `lam` count negative.
         w_d_init: "kaiming" (torch's default for a linear layer) or "zeros".
+        w_d_per: "layer", one W_D shared by the layer's selected heads, as in the paper, or "head", one for each.
         train_kvo: False freezes K, V and O and trains the branch alone.
         layers_to_transform: the layers to adapt, as in `LoraConfig`; all if None.
     """
@@ -43,11 +46,14 @@ class DexConfig(PeftConfig):
     schedule: ScheduleName = "paper"
     anneal_steps: int | None = None
     lam: float | None = None
+    sign: Literal["minus", "plus"] = "minus"
     w_d_init: WDInit = "kaiming"
+    w_d_per: Literal["layer", "head"] = "layer"
     train_kvo: bool = True
     layers_to_transform: list[int] | int | None = None
     layers_pattern: str | None = None
     target_modules: set[str] | list[str] | None = field(default=None, metadata={"help": "Set by Dex itself."})
+    base_quantised: str | None = field(default=None, metadata={"help": "How the base was quantised; set by dex."})
     base_fingerprint: str | None = field(default=None, metadata={"help": "The base's weights; set by Dex itself."})
 
     def __post_init__(self) -> None:
@@ -75,6 +81,10 @@ class DexConfig(PeftConfig):
             raise DexError(f"schedule={self.schedule!r} is not one of 'paper', 'land', 'fixed', 'off'.")
         if self.w_d_init not in ("kaiming", "zeros"):
             raise DexError(f"w_d_init={self.w_d_init!r} is not one of 'kaiming', 'zeros'.")
+        if self.sign not in ("minus", "plus"):
+            raise DexError(f"sign={self.sign!r} is not one of 'minus', 'plus'.")
+        if self.w_d_per not in ("layer", "head"):
+            raise DexError(f"w_d_per={self.w_d_per!r} is not one of 'layer', 'head'.")
         if self.anneal_steps is not None and self.anneal_steps < 1:
             raise DexError(f"anneal_steps={self.anneal_steps} is not a number of optimiser steps; give 1 or more.")
         if self.anneal_steps is not None and self.schedule not in ANNEALED:
@@ -116,4 +126,4 @@ class DexConfig(PeftConfig):
 
     def layer_schedule(self, layer_idx: int) -> Schedule:
         lam = lambda_init(layer_idx) if self.lam is None else self.lam
-        return Schedule(self.schedule, lam, self.anneal_steps)
+        return Schedule(self.schedule, lam if self.sign == "minus" else -lam, self.anneal_steps)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import peft.mapping
 
-from dex.method.config import DexConfig, DexPeftType
-from dex.method.model import DexModel, dex_outputs, set_anneal_steps
-from dex.method.projection import DexLayer, DexOutput
+from dex.tuner.config import DexConfig, DexPeftType
+from dex.tuner.model import DexModel, dex_outputs, set_anneal_steps
+from dex.tuner.projection import DexLayer, DexOutput
 
 __all__ = ["DexConfig", "DexLayer", "DexModel", "DexOutput", "DexPeftType", "dex_outputs", "set_anneal_steps"]
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import dex
 from dex.layer import apply_branch
-from dex.method import DexOutput, dex_outputs, set_anneal_steps
+from dex.tuner import DexOutput, dex_outputs, set_anneal_steps
 
 BRANCH = {"heads": [[0, 2], [1, 3], [0, 1]]}
 
@@ -404,7 +404,7 @@ def test_attached_model_compiles_without_a_graph_break() -> None:
 
 def test_importing_dex_in_any_order_registers_it_with_peft() -> None:
     script = "import {0}, {1}\nfrom peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING as m\nassert 'DEX' in m"
-    for order in (("dex", "peft"), ("peft", "dex"), ("dex.method", "peft"), ("transformers, dex", "peft")):
+    for order in (("dex", "peft"), ("peft", "dex"), ("dex.tuner", "peft"), ("transformers, dex", "peft")):
         subprocess.run([sys.executable, "-c", script.format(*order)], check=True)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dex.errors import DexError
 from dex.layer import Schedule, WDInit, fold_weight
-from dex.method import annealing
+from dex.tuner import annealing
 
 
 class DexLayer(nn.Module, BaseTunerLayer):
@@ -63,6 +63,9 @@ class DexLayer(nn.Module, BaseTunerLayer):
     def adapter_parameters(self, adapter: str) -> list[nn.Parameter]:
         groups = (getattr(self, name) for name in self.adapter_layer_names)
         return [group[adapter] for group in groups if adapter in group]
+
+    def trains(self, adapter: str) -> bool:
+        return any(parameter.requires_grad for parameter in self.adapter_parameters(adapter))
 
     def projection(self, adapter: str) -> tuple[Tensor, Tensor | None]:
         """The weight [out, in] and bias [out] that stand in for the base's: float32, differentiable."""
@@ -142,7 +145,7 @@ class DexOutput(DexLayer):
     """o_proj with the branch: W_D, λ and the selected heads, folded into W_O in every forward pass."""
 
     adapter_layer_names = (*DexLayer.adapter_layer_names, "dex_w_d", "dex_lam")
-    other_param_names = (*DexLayer.other_param_names, "dex_selected")
+    other_param_names = (*DexLayer.other_param_names, "dex_selected", "dex_heads")
 
     def __init__(self, base_layer: nn.Linear, layer_idx: int, head_dim: int) -> None:
         super().__init__(base_layer)
@@ -151,22 +154,42 @@ class DexOutput(DexLayer):
         self.num_heads = base_layer.in_features // head_dim
         self.dex_w_d = nn.ParameterDict()
         self.dex_lam = nn.ParameterDict()  # λ_learn [1]: FSDP2's fully_shard refuses scalars
-        self.dex_selected = BufferDict(persistent=False)  # from the config, so it is not saved again
+        self.dex_selected = BufferDict(persistent=False)  # [H]; from the config, so it is not saved again
+        self.dex_heads = BufferDict(persistent=False)  # the indices of the selected heads, where each has its own W_D
         self.schedules: dict[str, Schedule] = {}
 
-    def add_branch(self, adapter: str, heads: Sequence[int], schedule: Schedule, w_d_init: WDInit) -> None:
-        """Give `adapter` a branch on the heads S of this layer."""
+    def add_branch(
+        self,
+        adapter: str,
+        heads: Sequence[int],
+        schedule: Schedule,
+        w_d_init: WDInit,
+        w_d_per: Literal["layer", "head"] = "layer",
+    ) -> None:
+        """Give `adapter` a branch on the heads S of this layer: W_D [D, D], or [S, D, D] with one for each head."""
         device = self.base_layer.weight.device
-        w_d = torch.zeros(self.head_dim, self.head_dim, device=device)
+        w_d = torch.zeros(len(heads), self.head_dim, self.head_dim, device=device)
+        if w_d_per == "layer":
+            w_d = w_d[0]
+        else:
+            self.dex_heads[adapter] = torch.tensor(list(heads), device=device)
         if w_d_init == "kaiming":
-            nn.init.kaiming_uniform_(w_d, a=math.sqrt(5))  # nn.Linear's default; the paper does not give its own
-        self.dex_w_d[adapter] = nn.Parameter(w_d)
+            for matrix in w_d.unbind() if w_d.ndim == 3 else [w_d]:
+                nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))  # nn.Linear's default; the paper gives none
+        self.dex_w_d[adapter] = nn.Parameter(w_d.clone())
         if schedule.learns:
             self.dex_lam[adapter] = nn.Parameter(torch.full((1,), schedule.lam_learn_start, device=device))
         selected = torch.zeros(self.num_heads, device=device)
         selected[list(heads)] = 1.0
         self.dex_selected[adapter] = selected
         self.schedules[adapter] = schedule
+
+    def w_d(self, adapter: str) -> Tensor:
+        """W_D as `dex.layer` takes it: [D, D], or [H, D, D] with zeros for the heads that are not selected."""
+        w_d = self.dex_w_d[adapter]
+        if adapter not in self.dex_heads:
+            return w_d
+        return w_d.new_zeros(self.num_heads, *w_d.shape[1:]).index_copy(0, self.dex_heads[adapter], w_d)
 
     def has_branch(self, adapter: str) -> bool:
         return adapter in self.dex_w_d
@@ -188,13 +211,13 @@ class DexOutput(DexLayer):
             return weight, bias
         # Under autocast the fold would be rounded to bfloat16 before it is applied.
         with torch.autocast(weight.device.type, enabled=False):
-            weight = fold_weight(weight, self.dex_w_d[adapter], self.lam(adapter), self.dex_selected[adapter])
+            weight = fold_weight(weight, self.w_d(adapter), self.lam(adapter), self.dex_selected[adapter])
         return weight, bias
 
     def projection_to_merge(self, adapter: str) -> tuple[Tensor, Tensor | None]:
         weight, bias = super().projection(adapter)
         if self.has_branch(adapter):
-            w_d, lam, selected = self.dex_w_d[adapter], self.lam(adapter), self.dex_selected[adapter]
+            w_d, lam, selected = self.w_d(adapter), self.lam(adapter), self.dex_selected[adapter]
             weight = fold_weight(weight.double(), w_d.double(), lam.double(), selected.double())
         return weight, bias
 
@@ -205,5 +228,6 @@ class DexOutput(DexLayer):
             return heads.new_zeros(())
         chosen = self.dex_selected[adapter].bool()
         selected = heads.detach().float().unflatten(-1, (self.num_heads, -1))[..., chosen, :]
-        branch = self.lam(adapter).detach() * (selected @ self.dex_w_d[adapter].detach())
-        return branch.norm() / selected.norm()
+        w_d = self.dex_w_d[adapter].detach()
+        f_d = selected @ w_d if w_d.ndim == 2 else torch.einsum("...he,hef->...hf", selected, w_d)
+        return (self.lam(adapter).detach() * f_d).norm() / selected.norm()

@@ -13,9 +13,9 @@ from peft.tuners.tuners_utils import (
 from torch import Tensor, nn
 
 from dex.errors import DexError
-from dex.method.config import DexConfig
-from dex.method.projection import DexLayer, DexOutput
-from dex.models import attention_shape, check_supported, fingerprint, refuse_quantised
+from dex.models import attention_shape, check_supported, fingerprint, is_quantised, refuse_quantised
+from dex.tuner.config import TARGETS, DexConfig
+from dex.tuner.projection import DexLayer, DexOutput
 
 
 class DexModel(BaseTuner):
@@ -26,10 +26,10 @@ class DexModel(BaseTuner):
 
     def _prepare_model(self, peft_config: DexConfig, model: nn.Module) -> None:
         check_supported(model.config)
-        refuse_quantised(model.config)
+        _check_whole_targets(peft_config, model)
         shape = attention_shape(model.config)
         _check_layers(peft_config.layers_to_transform, shape.num_layers)
-        weights = fingerprint(model)
+        weights = _identity(peft_config, model)
         if peft_config._plan is not None:
             peft_config._plan.check(shape.num_layers, shape.num_heads, weights)
         elif peft_config.heads != "all":
@@ -54,7 +54,7 @@ class DexModel(BaseTuner):
             heads = peft_config.layer_heads(layer.layer_idx, layer.num_heads)
             if heads:
                 schedule = peft_config.layer_schedule(layer.layer_idx)
-                layer.add_branch(adapter_name, heads, schedule, peft_config.w_d_init)
+                layer.add_branch(adapter_name, heads, schedule, peft_config.w_d_init, peft_config.w_d_per)
         layer.count_steps(adapter_name)
         if layer is not target:
             self._replace_module(parent, target_name, layer, target)
@@ -158,6 +158,22 @@ def _check_branch(config: DexConfig, num_layers: int, num_heads: int) -> None:
         )
 
 
+def _check_whole_targets(config: DexConfig, model: nn.Module) -> None:
+    """Refuse a quantised base, unless dex itself quantised it and left K, V and O whole."""
+    if is_quantised(model.config) and config.base_quantised is None:
+        refuse_quantised(model.config)
+    for name, module in model.named_modules():
+        if name.endswith(TARGETS) and not isinstance(module, DexLayer) and type(module) is not nn.Linear:
+            raise DexError(f"{name} is a {type(module).__name__}, and Dex needs plain linear layers for K, V and O.")
+
+
+def _identity(config: DexConfig, model: nn.Module) -> str:
+    """The fingerprint of the base; of a quantised one, that of its whole weights, which dex noted as it quantised."""
+    if is_quantised(model.config) and config.base_fingerprint is not None:
+        return config.base_fingerprint
+    return fingerprint(model)
+
+
 def _check_base(config: DexConfig, weights: str) -> None:
     """Tie the adapter to the weights it is first attached to; a copy of K, V and O means nothing on others."""
     if config.base_fingerprint is None:
@@ -172,6 +188,11 @@ def _check_base(config: DexConfig, weights: str) -> None:
 def dex_outputs(model: nn.Module) -> list[DexOutput]:
     """The wrapped o_proj of each adapted layer, in the order of the layers."""
     return [module for module in model.modules() if isinstance(module, DexOutput)]
+
+
+def dex_layers(model: nn.Module) -> list[DexLayer]:
+    """Every wrapped projection."""
+    return [module for module in model.modules() if isinstance(module, DexLayer)]
 
 
 def set_anneal_steps(model: nn.Module, adapter: str, steps: int) -> None:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dex.layer import ANNEALED
 from dex.log_figures import LogFigures
-from dex.method.model import dex_outputs, set_anneal_steps
-from dex.method.projection import DexOutput
+from dex.tuner import annealing
+from dex.tuner.model import dex_layers, dex_outputs, set_anneal_steps
+from dex.tuner.projection import DexOutput
 
 INERT_BELOW = 1e-3  # a mean branch ratio below this is called inert: it does nothing that rounding would not do
 
 
 class BranchRatios:
-    """Measures ‖λ f_D(O)‖/‖O‖ of every adapted layer in the forward passes made inside `with`.
+    """Measures ‖λ f_D(O)‖/‖O‖ of every adapted layer in the first `passes` forward passes made inside `with`.
 
     `.mean()` gives one number per adapted layer, averaged over those passes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.layers = dex_outputs(model)
+    def __init__(self, model: nn.Module, passes: float = math.inf) -> None:
+        self.layers, self.passes = dex_outputs(model), passes
         self._measured: list[list[Tensor]] = [[] for _ in self.layers]
         self._handles: list[RemovableHandle] = []
 
@@ -33,8 +36,9 @@ class BranchRatios:
         for layer, measured in zip(self.layers, self._measured, strict=True):
 
             def measure(module: DexOutput, args: tuple[Tensor, ...], into: list[Tensor] = measured) -> None:
-                with torch.no_grad():
-                    into.append(module.branch_ratio(args[0]))
+                if len(into) < self.passes:
+                    with torch.no_grad():
+                        into.append(module.branch_ratio(args[0]))
 
             self._handles.append(layer.register_forward_pre_hook(measure))
         return self
@@ -51,7 +55,12 @@ class BranchRatios:
 def lams(model: nn.Module, adapter: str = "default") -> list[float]:
     """λ(t) of every adapted layer at this moment; 0 for a layer without a branch."""
     with torch.no_grad():
-        return [o.lam(adapter).item() if o.has_branch(adapter) else 0.0 for o in dex_outputs(model)]
+        return [_whole(o.lam(adapter)).item() if o.has_branch(adapter) else 0.0 for o in dex_outputs(model)]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor that FSDP2 has sharded over the processes, put together again."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def branch_state(model: nn.Module, input_ids: Tensor) -> dict[str, Any] | None:
@@ -69,8 +78,10 @@ class DexCallback(LogFigures):
     """Logs `lam` and `branch_ratio`, one number per adapted layer, whenever a Trainer logs its loss.
 
     Where the configuration leaves T_a open, sets it to half of the run (ours; the paper does not give it).
-    The ratio is measured in the logging step's own forward pass, so it costs no extra one (and is left out where a
-    Trainer logs at other steps than every `logging_steps`).
+    The ratio is measured in the logging step's own first forward pass, so it costs no extra one (and is left out
+    where a Trainer logs at other steps than every `logging_steps`).
+    Where an optimiser holds flat copies of the parameters (DeepSpeed's), whose steps the hook of
+    `dex.tuner.annealing` cannot tell, the callback counts them.
     """
 
     def __init__(self) -> None:
@@ -98,7 +109,18 @@ class DexCallback(LogFigures):
         **kwargs: Any,
     ) -> None:
         if (state.global_step + 1) % max(1, int(state.logging_steps)) == 0:
-            self._ratios = BranchRatios(model).__enter__()
+            self._ratios = BranchRatios(model, passes=1).__enter__()
+
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        annealing.count_unseen_step(optimizer, dex_layers(model))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

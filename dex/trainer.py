@@ -1,0 +1,273 @@
+"""transformers' Trainer with the run's own data order, loss, optimiser and checkpoints, in one or many processes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.utils.data import SequentialSampler
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from dex.checkpoints import (
+    How,
+    damaged,
+    drop_leftovers,
+    keep_last,
+    kept,
+    load_random_state,
+    newest_checkpoint,
+    note_how,
+    save_random_state,
+    step_of,
+)
+from dex.console import say
+from dex.data import Packed, RunOrder
+from dex.errors import DexError
+from dex.log_figures import LogFigures
+from dex.loss import causal_lm_loss, chunked_cross_entropy, liger_cross_entropy
+from dex.output import whole_folder
+from dex.processes import TIMEOUT, any_of, gather, has_accelerator, is_first, on_first, rank, stop_all, world_size
+from dex.recipe import Recipe
+from dex.subject import State, Subject
+from dex.tracking import tracker_folder
+from dex.watch import Watch
+
+
+class DexTrainer(Trainer):
+    """The run's loop. It does not know which method it runs: `subject` and the recipe's method do."""
+
+    def __init__(self, subject: Subject, recipe: Recipe, packed: Packed, watch: Watch, run: Path) -> None:
+        self.subject, self.recipe, self.watch, self.run_folder = subject, recipe, watch, run
+        self.order = RunOrder(packed, recipe.steps, recipe.blocks_per_step, recipe.run.seed)
+        self.cross_entropy = liger_cross_entropy if recipe.run.loss == "liger" else chunked_cross_entropy
+        self._losses: list[torch.Tensor] = []  # of the micro-batches of this update
+        super().__init__(
+            model=subject.model,
+            args=training_arguments(recipe, run),
+            train_dataset=self.order,
+            data_collator=_stack,
+            callbacks=[*subject.callbacks(), watch],
+        )
+        self.remove_callback(PrinterCallback)
+        self.callback_handler.callbacks.sort(key=_what_logs_first)
+        self.model_accepts_loss_kwargs = True  # `compute_loss` divides by the targets of the whole update
+        refuse_processes_apart(self.args)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_folder / "checkpoints"
+
+    def run(self) -> None:
+        """Train from the newest whole checkpoint, if there is one, until the end or until the watch stops it.
+
+        Raises DexError, with what is there to go on from, for a damaged checkpoint, a full disk, and for losses and
+        gradients that are not finite.
+        """
+        newest = on_first(self._newest)
+        if newest:
+            say(f"going on from {newest}")
+        try:
+            with self.watch.bar(step_of(newest) if newest else 0), self.watch.signals():
+                self.train(resume_from_checkpoint=str(newest) if newest else None)
+        except (SafetensorError, EOFError, UnpicklingError, RuntimeError) as error:
+            # torch.load says that a file is cut off with a RuntimeError of its reader.
+            if newest is None or (isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error)):
+                raise
+            raise damaged(newest, error) from error
+        except OSError as error:
+            raise DexError(
+                f"The run stopped: {error.strerror or error} ({error.filename or self.run_folder}); "
+                f"{kept(self.checkpoints)}. Make room and run the same command to go on."
+            ) from error
+
+    def _newest(self) -> Path | None:
+        drop_leftovers(self.checkpoints)
+        return newest_checkpoint(self.checkpoints, self.recipe.steps, self.subject.checkpoint_files, self._how())
+
+    def _how(self) -> How:
+        kind = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(str(self.accelerator.distributed_type.value), "whole")
+        return How(kind, world_size())
+
+    def whole_state(self) -> State:
+        """The weights, gathered, where they are sharded over the processes; None where the model has them itself."""
+        if self._how().sharding == "whole":
+            return None
+        state: State = self.accelerator.get_state_dict(self.model_wrapped)
+        return state
+
+    # --- one update
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """This micro-batch's part of the update's loss: Σ over its targets / the targets of the update, in all
+        processes. Times their number, since gradients are averaged over them."""
+        loss = causal_lm_loss(model, num_targets=num_items_in_batch, cross_entropy=self.cross_entropy, **inputs)
+        loss = loss * world_size()
+        self._losses.append(loss.detach())
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The gradient's norm; the run stops here, before the update, where it or a loss is not finite."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        losses, self._losses = torch.stack(self._losses).float().cpu(), []
+        wrong = (~losses.isfinite()).nonzero()[:, 0].tolist()
+        if any_of(bool(wrong) or not math.isfinite(float(norm))):
+            raise self._not_finite(losses, wrong, float(norm))
+        return norm
+
+    def _not_finite(self, losses: torch.Tensor, wrong: list[int], norm: float) -> DexError:
+        found = [(self._blocks_of(micro), losses[micro].item()) for micro in wrong]
+        blocks, loss = next((first for of_one in gather(found) for first in of_one), (None, None))
+        step = self.state.global_step + 1
+        what = f"The loss of step {step} is {loss}" if blocks else f"The gradient of step {step} has the norm {norm}"
+        where = (
+            f"in the batch of blocks {', '.join(map(str, blocks))} of {self.order.packed.folder}" if blocks else ""
+        )
+        return stop_all(
+            f"{what}{', ' if where else ''}{where}; the run stopped before the update; {kept(self.checkpoints)}. Try "
+            "a lower run.lr, with another output or --force."
+        )
+
+    def _blocks_of(self, micro: int) -> list[int]:
+        """The blocks of this process's micro-batch in the update being made (accelerate deals them out in turn)."""
+        size = self.recipe.run.micro_batch
+        first = self.state.global_step * self.recipe.blocks_per_step + (micro * world_size() + rank()) * size
+        return [self.order.block_index(item) for item in range(first, first + size)]
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = self.recipe.method.optimizer(self.subject.parameter_groups(self.recipe.run))
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)  # RunOrder is the order
+
+    # --- checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.checkpoints / ".saving")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if is_first():
+            self.subject.save_checkpoint(output_dir, state_dict)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        if is_first():
+            save_random_state(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_random_state(Path(checkpoint))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """A checkpoint-N that is there is whole: it is renamed into place when everything is on the disk."""
+        name = f"checkpoint-{self.state.global_step}"
+        problem: str | None = None
+        try:
+            super()._save_checkpoint(model, trial)
+        except (
+            DexError,
+            OSError,
+            SafetensorError,
+            RuntimeError,
+        ) as error:  # torch.save: a full disk is a RuntimeError
+            problem = getattr(error, "strerror", None) or str(error)
+        problem = next((each for each in gather(problem) if each), None)  # all have written, or know who has not
+        on_first(lambda: self._put_in_place(name, problem))
+
+    def _put_in_place(self, name: str, problem: str | None) -> None:
+        saving = Path(self._get_output_dir(None))
+        try:
+            if problem is not None:
+                raise DexError(problem)
+            note_how(saving / name, self._how())
+            with whole_folder(self.checkpoints / name, force=True) as partial:
+                for file in (saving / name).iterdir():
+                    file.rename(partial / file.name)
+        except (DexError, OSError) as error:
+            raise DexError(
+                f"{self.checkpoints / name} could not be written ({str(error).splitlines()[0]}); "
+                f"{kept(self.checkpoints)}. Make room and run the same command to go on."
+            ) from error
+        finally:
+            shutil.rmtree(saving, ignore_errors=True)
+        keep_last(self.checkpoints, self.recipe.run.keep_last)
+
+
+def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _what_logs_first(callback: TrainerCallback) -> bool:
+    """Trackers come after those who add figures to the log."""
+    return not isinstance(callback, LogFigures)
+
+
+def refuse_batches_that_do_not_divide(recipe: Recipe) -> None:
+    """Raise DexError if the blocks of an update cannot be dealt evenly to the processes."""
+    together = recipe.run.micro_batch * world_size()
+    if recipe.blocks_per_step % together:
+        raise stop_all(
+            f"run.micro_batch {recipe.run.micro_batch} in {world_size()} processes does not divide the "
+            f"{recipe.blocks_per_step} blocks of one update (run.batch_tokens {recipe.run.batch_tokens:_} / "
+            f"data.block {recipe.data.block:_}); change one of them, or the number of processes."
+        )
+
+
+def refuse_processes_apart(arguments: TrainingArguments) -> None:
+    """Raise DexError where the Trainer sees other processes or GPUs than the launcher started."""
+    if arguments.n_gpu > 1:
+        raise DexError(
+            f"Here are {arguments.n_gpu} GPUs and one process; start one process a GPU (torchrun --nproc-per-node "
+            f"{arguments.n_gpu} -m dex.cli train …), or choose one GPU with CUDA_VISIBLE_DEVICES=0."
+        )
+    if arguments.world_size != world_size():
+        raise stop_all(
+            f"The launcher started {world_size()} processes, but accelerate runs each of them with "
+            f"{arguments.world_size}; start dex train with torchrun or accelerate launch."
+        )
+
+
+def training_arguments(recipe: Recipe, run_folder: Path) -> TrainingArguments:
+    run = recipe.run
+    if run.track:
+        tracker_folder(run_folder)
+    return TrainingArguments(
+        output_dir=str(run_folder / "checkpoints"),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=run.micro_batch,
+        gradient_accumulation_steps=recipe.accumulation // world_size(),
+        learning_rate=run.lr,
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(run.decay, run.decay),
+        warmup_steps=round(run.warmup * recipe.steps),
+        weight_decay=run.weight_decay,
+        max_grad_norm=run.clip or 0.0,
+        seed=run.seed,
+        bf16=run.autocast,
+        logging_steps=recipe.log_steps,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=recipe.save_steps or recipe.steps,
+        eval_strategy="no",
+        gradient_checkpointing=run.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if run.gradient_checkpointing else None,
+        use_cpu=not has_accelerator(),
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,  # t is counted in every process
+        ddp_timeout=int(TIMEOUT.total_seconds()),
+        average_tokens_across_devices=True,
+        remove_unused_columns=False,
+        report_to=list(run.track),
+        run_name=recipe.output,
+        disable_tqdm=True,
+    )
