@@ -278,6 +278,38 @@ def train(
 
 
 @app.command()
+def plan(
+    context: typer.Context,
+    subject: Annotated[str, typer.Argument(help="A recipe (.yaml), or a model.", metavar="RECIPE|MODEL")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value, of a recipe", metavar="[KEY.PATH=VALUE]...")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="h200, h100, a100-80g, a100-40g, l40s, rtx-4090, rtx-3090 or cpu; all GPUs.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes of the run, one device each.")] = 1,
+    sharding: Annotated[str, typer.Option(help="none or fsdp.")] = "none",
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a run of RECIPE, or MODEL by itself, will need, from the model's config alone."""
+    if subject.lower().endswith((".yaml", ".yml")):
+        _refuse_beside(context, "a recipe", ("revision",))
+        from dex.recipe import load_recipe
+
+        loaded = load_recipe(subject, overrides or [])
+        from dex import plan as verb
+
+        made: Any = verb.plan(loaded, device, processes, sharding)  # type: ignore[arg-type]
+    else:
+        _refuse_beside(context, "a model", ("overrides", "device", "processes", "sharding"))
+        from dex import plan as verb
+
+        made = verb.plan_model(subject, revision)
+    show(made.to_dict(), verb.describe(made), as_json)
+
+
+@app.command()
 def fold(
     adapter: Annotated[str, typer.Argument(help="A trained adapter: a folder or a Hub id.")],
     output: Output,

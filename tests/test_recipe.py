@@ -339,7 +339,7 @@ def test_a_file_that_is_not_a_recipe_is_refused_in_one_sentence(
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DexError, match=r"none\.yaml does not exist; the folder recipes/ of dex"):
+    with pytest.raises(DexError, match=r"none\.yaml does not exist; `dex recipes ls` lists"):
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(DexError, match=r"is a folder; a recipe is one YAML file\."):
         load_recipe(tmp_path)

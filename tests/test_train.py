@@ -149,14 +149,14 @@ def test_a_run_that_cannot_start_writes_nothing(tmp_path: Path) -> None:
     train(recipe(tmp_path))
 
 
-def keep_only_checkpoint(run: Path, step: int) -> None:
+def keep_only_checkpoint(run: Path, step: int, result: str = "adapter") -> None:
     """Put the run back to the moment after it saved a checkpoint."""
     import shutil
 
     for checkpoint in (run / "checkpoints").iterdir():
         if checkpoint.name != f"checkpoint-{step}":
             shutil.rmtree(checkpoint)
-    shutil.rmtree(run / "adapter")
+    shutil.rmtree(run / result)
     (run / "result.json").unlink()
 
 

@@ -65,7 +65,7 @@ def on_meta(config: PretrainedConfig, dtype: torch.dtype, source: ModelSource) -
 
 
 def checkpoint_dtype(config: PretrainedConfig, source: ModelSource) -> torch.dtype:
-    """What `dtype: auto` stands for: the config's; float32 for GGUF, whose values are dequantised, and for no word."""
+    """What `dtype: auto` stands for: the config's; float32 where it has none, and for GGUF, which is dequantised."""
     given = getattr(config, "dtype", None)
     is_gguf = source.id.lower().endswith(".gguf") or source.id in EMBEDDED
     return given if isinstance(given, torch.dtype) and not is_gguf else torch.float32

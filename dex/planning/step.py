@@ -24,9 +24,9 @@ NF4_BYTES = 0.5 + 4 / 64  # of one value: 4 bits, and a float32 for each 64 (bit
 class StepFigures:
     """Bytes of one process by kind, and floating point operations of one process by dtype.
 
-    `full`: each kind by itself, at its largest (activations: at the end of the forward pass). `at_peak`: what of it is
-    there when most is; its sum is the peak. `micro`: operations of one micro-batch; `update`: of the optimiser's step.
-    `unit`: the weights of the largest decoder layer, `root`: of all that is outside the layers, in bytes.
+    `full`: each kind by itself, at its largest (activations: at the end of the forward pass). `at_peak`: what of it
+    is there when most is; its sum is the peak. `micro`: operations of one micro-batch; `update`: of the optimiser's
+    step. `unit`: the weights of the largest decoder layer, `root`: of all that is outside the layers, in bytes.
     """
 
     full: dict[Kind, int]
@@ -48,9 +48,14 @@ def simulate(recipe: Recipe, outline: Outline, accumulates: bool) -> StepFigures
     """
     model = outline.subject.model
     with FakeTensorMode(), Tracker() as tracker:
-        _give_memory(model, recipe, outline.dtype, tracker)
+        if recipe.model.quantise is not None:
+            for linear in quantised(model):
+                _quantise(linear, recipe.model.quantise, outline.dtype)
+        with tracker.making("frozen"):
+            give_memory(model)
         unit, root = _units(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        tracker.count_as("trained", trained)
         optimizer = recipe.method.optimizer(outline.subject.parameter_groups(recipe.run))
         _first_step(optimizer, trained, tracker, keep_gradients=accumulates)
         tracker.begin()
@@ -117,11 +122,8 @@ def _backward(loss: Tensor, trained: list[nn.Parameter], recipe: Recipe, tracker
 # --- Memory for a model on the meta device -----------------------------------------------------------------
 
 
-def _give_memory(model: nn.Module, recipe: Recipe, dtype: torch.dtype, tracker: Tracker) -> None:
+def give_memory(model: nn.Module) -> None:
     """Replace every parameter and buffer by a fake one on the CPU; tied ones stay tied."""
-    if recipe.model.quantise is not None:
-        for linear in quantised(model):
-            _quantise(linear, recipe.model.quantise, dtype)
     done: dict[int, tuple[Tensor, Tensor]] = {}  # the old one too: an id is another tensor's once its own is gone
 
     def fake(old: Tensor) -> Tensor:
@@ -131,11 +133,9 @@ def _give_memory(model: nn.Module, recipe: Recipe, dtype: torch.dtype, tracker: 
             done[id(old)] = (old, nn.Parameter(new, old.requires_grad) if is_parameter else new)
         return done[id(old)][1]
 
-    with tracker.making("frozen"):
-        for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                tensors.update({name: fake(old) for name, old in tensors.items() if old is not None})  # type: ignore
-    tracker.count_as("trained", (parameter for parameter in model.parameters() if parameter.requires_grad))
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: fake(old) for name, old in tensors.items() if old is not None})
 
 
 def _quantise(linear: nn.Linear, kind: str, dtype: torch.dtype) -> None:

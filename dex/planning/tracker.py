@@ -4,8 +4,8 @@
         ...  # real code on fake tensors
     tracker.peak, tracker.flops
 
-Every storage counts from the operation that makes it until the last reference to it is gone, as in a real run; what an
-operation allocates and frees within itself is not seen.
+Every storage counts from the operation that makes it until the last reference to it is gone, as in a real run; what
+an operation allocates and frees within itself is not seen.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Tracker(TorchDispatchMode):
         if func is _aten.nonzero.default:
             out: Any = _nonzero(*args)
         elif func is _aten._local_scalar_dense.default:
-            return {torch.bool: False}.get(args[0].dtype, 0.0 if args[0].is_floating_point() else 0)
+            return 0.0 if args[0].is_floating_point() else 0
         else:
             out = func(*args, **kwargs)
         self._count(func.overloadpacket, args, kwargs, out)

@@ -1,0 +1,111 @@
+"""FSDP2 over two gloo processes: a bf16 base with float32 copies, sharded, trains as it does in one process.
+
+accelerate has FSDP on GPUs only, so torch's own fully_shard stands in for it here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tiny import tokens, write_tiny
+from torch import nn
+
+from dex.adapter import attach, save_adapter
+from dex.fold import fold
+from dex.loss import causal_lm_loss
+from dex.models import LoadedModel, load_model
+from dex.tuner import DexConfig
+
+STEPS, ROWS = 3, 4
+
+
+def attached(base_folder: Path) -> tuple[nn.Module, LoadedModel]:
+    base = load_model(str(base_folder))
+    torch.manual_seed(0)
+    config = DexConfig(task_type="CAUSAL_LM", heads=[[0, 2], [1, 3], [0, 1]], schedule="land", anneal_steps=4)
+    return attach(base, config), base
+
+
+def train(model: nn.Module, shares: list[slice], processes: int) -> list[float]:
+    """The losses of the updates, over batches of ROWS rows, of which this process takes its shares one by one."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        ids = tokens(ROWS, 24, seed=step)
+        parts = [causal_lm_loss(model, ids[rows], ids[rows], num_targets=ROWS * 23) * processes for rows in shares]
+        for part in parts:
+            part.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(part.item() for part in parts))
+    return losses
+
+
+def share_of(rank: int, processes: int) -> slice:
+    return slice(rank * ROWS // processes, (rank + 1) * ROWS // processes)
+
+
+def worker(base_folder: Path, output: Path) -> None:
+    """One of two processes: shard, train on half of every batch, gather and save."""
+    from torch.distributed import all_gather_object, destroy_process_group, init_process_group
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    init_process_group("gloo")
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model, base = attached(base_folder)
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    losses = train(model, [share_of(rank, processes)], processes)
+    every: list[list[float]] = [[]] * processes
+    all_gather_object(every, losses)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        save_adapter(model, base, output, state=state)
+        mean = [sum(step) / processes for step in zip(*every, strict=True)]
+        (output.parent / "losses.txt").write_text(" ".join(map(repr, mean)))
+    destroy_process_group()
+
+
+def test_a_sharded_bf16_base_with_float32_copies_trains_saves_and_folds_as_in_one_process(tmp_path: Path) -> None:
+    base_folder = write_tiny(tmp_path / "base", "llama", dtype=torch.bfloat16)
+    model, base = attached(base_folder)
+    expected = train(model, [share_of(0, 2), share_of(1, 2)], 1)  # the same products, so the same rounding
+    save_adapter(model, base, tmp_path / "alone")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, __file__, str(base_folder), str(tmp_path / "sharded")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(word) for word in (tmp_path / "losses.txt").read_text().split()]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("sharded", "alone"))
+    assert ours.keys() == theirs.keys()
+    assert any(name.endswith("dex_lam") for name in ours)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == (torch.int64 if name.endswith("dex_step") else torch.float32)
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+    for name in ("sharded", "alone"):
+        assert fold(str(tmp_path / name), tmp_path / f"folded-{name}")["passed"]
+    folded = [load_file(tmp_path / f"folded-{name}" / "model.safetensors") for name in ("sharded", "alone")]
+    for name, tensor in folded[1].items():
+        torch.testing.assert_close(folded[0][name], tensor, rtol=2**-7, atol=1e-6)  # one step of bfloat16
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    worker(Path(sys.argv[1]), Path(sys.argv[2]))
