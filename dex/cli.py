@@ -264,6 +264,9 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key.path=value", metavar="[KEY.PATH=VALUE]...")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, do one forward pass, print the plan, write nothing.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Delete the run and start it again.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -271,6 +274,12 @@ def train(
     from dex.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    if dry_run:
+        from dex import dry_run as check
+
+        seen = check.dry_run(loaded, force=force)
+        show({"output": loaded.output, **seen}, check.describe(loaded, seen), as_json)
+        return
     from dex import train as verb
 
     result = verb.train(loaded, force=force)
@@ -350,11 +359,11 @@ def evaluate(
     from dex.evaluate import suite as verb
     from dex.recipe import data_block, load_recipe
 
-    tokens_of_run = 1
+    tokens_of_run, template = 1, None
     if recipe is not None:
         _refuse_beside(context, "--recipe", ("data", "block", "held_out", "tokens"))
         loaded = load_recipe(recipe)
-        source, tokens_of_run = loaded.data, loaded.run.tokens
+        source, tokens_of_run, template = loaded.data, loaded.run.tokens, loaded.model.chat_template
     else:
         source = data_block(train=[{"source": data}], block=block, held_out=held_out, held_out_tokens=tokens)
     result = verb.evaluate(
@@ -365,6 +374,7 @@ def evaluate(
         against=against,
         batch_size=batch_size,
         dtype=dtype,
+        chat_template=template,
         force=force,
     )
     show(result, f"{verb.describe(result)}\nwritten to {output}", as_json)

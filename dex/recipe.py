@@ -25,8 +25,10 @@ from dex.recipe_yaml import yaml_lines
 from dex.settings import Block, KeyPath, Problem, YesNo, choice, clash, distinct, expected, number, shown, text, whole
 
 BILLION = 1_000_000_000
+FLASH = ("flash_attention_2", "flash_attention_3")
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+AttentionName = Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 Quantisation = Literal["4bit", "8bit"]
 Decay = Literal["cosine", "linear", "constant"]
 Documents = Literal["file", "paragraph", "line"]
@@ -51,6 +53,8 @@ class ModelChoice(Block):
     dtype: Annotated[Dtype, choice(Dtype)] = "float32"  # of what is frozen; what trains is float32
     # Of what is frozen apart from K, V, O and the head, with bitsandbytes; null: not quantised.
     quantise: Annotated[Quantisation | None, choice(Quantisation, null=True)] = None
+    # How attention is computed; null: transformers' choice, which is sdpa. With flash a block's mask is never formed.
+    attention: Annotated[AttentionName | None, choice(AttentionName, null=True)] = None
     chat_template: Annotated[str | None, text(null=True)] = None  # a .jinja file; null: the tokenizer's own
 
 
@@ -211,6 +215,18 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
             ("run", "autocast"),
             f"run.autocast has no effect beside model.dtype {model.dtype}, in which the products are already; remove "
             "one of the two",
+        )
+    if model.attention in FLASH and recipe.run.micro_batch > 1:
+        yield Problem(
+            ("run", "micro_batch"),
+            f"run.micro_batch is {recipe.run.micro_batch}, and model.attention {model.attention} keeps the documents "
+            "of a block apart only with one block at a time; use micro_batch: 1",
+        )
+    if model.attention in FLASH and model.dtype == "float32" and not recipe.run.autocast:
+        yield Problem(
+            ("model", "attention"),
+            f"model.attention {model.attention} computes in bfloat16 or float16, and model.dtype is float32; set "
+            "another dtype, or run.autocast: true",
         )
     template = Path(model.chat_template).suffix if model.chat_template else ".jinja"
     if template not in (".jinja", ".j2"):

@@ -93,7 +93,7 @@ def _train(recipe: Recipe, run: Path, force: bool, began: float) -> dict[str, An
 def load_base(recipe: Recipe) -> LoadedModel:
     """The model that the recipe begins with, and its tokenizer."""
     model, families = recipe.model, ANY if recipe.method.any_layout else SUPPORTED
-    base = load_model(model.id, model.revision, model.dtype, families=families, quantise=model.quantise)
+    base = load_model(model.id, model.revision, model.dtype, model.attention, families, model.quantise)
     if model.chat_template is not None:
         use_chat_template(base.tokenizer, Path(model.chat_template))
     return base

@@ -172,8 +172,8 @@ def test_checkpointing_and_smaller_batches_need_less(tmp_path: Path) -> None:
 def test_quantised_weights_are_small_and_those_that_stay_whole_are_not(tmp_path: Path) -> None:
     model = tiny_model("llama")
     folder = config_folder(tmp_path, model)
-    whole = plan(recipe_of(folder, "lora", model={"dtype": "bfloat16"}), "h100")
-    four = plan(recipe_of(folder, "lora", model={"dtype": "bfloat16", "quantise": "4bit"}), "h100")
+    whole = plan(recipe_of(folder, "dex", model={"dtype": "bfloat16"}), "h100")
+    four = plan(recipe_of(folder, "dex", model={"dtype": "bfloat16", "quantise": "4bit"}), "h100")
     packed = [
         p.numel() for n, p in model.named_parameters() if any(k in n for k in ("q_proj", "gate", "up_", "down_"))
     ]
@@ -183,7 +183,7 @@ def test_quantised_weights_are_small_and_those_that_stay_whole_are_not(tmp_path:
 
 
 def test_the_operations_are_those_of_every_product(tmp_path: Path) -> None:
-    """The oracle: 2 for each weight of a projection and token forward, 4 backward; 4·T for each width of attention."""
+    """The oracle: 2 for each weight of a projection and token, 4 in the backward pass; 4·T for attention."""
     model = tiny_model("llama")
     made = plan(recipe_of(config_folder(tmp_path, model), "full"), "h100")
     layers = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2) + model.lm_head.weight.numel()

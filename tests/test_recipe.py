@@ -178,7 +178,7 @@ def test_a_wrong_override_is_said_to_be_on_the_command_line(override: str, sente
         (MINIMAL + "method:\n", "line 10: method: null was given, a block with name"),
         (
             MINIMAL.replace("{id: some/model}", "gpt2"),
-            "'gpt2' was given, a block with id, revision, dtype, quantise and chat",
+            "'gpt2' was given, a block with id, revision, dtype, quantise, attention",
         ),
         (MINIMAL.replace("some/model", "123456"), "123456 was given, text (put it in quotes) is expected"),
         (MINIMAL.replace("some/model", "''"), "'' was given, printable text on one line is expected"),

@@ -413,3 +413,126 @@ def test_a_full_disk_is_one_sentence_and_earlier_checkpoints_stay(tmp_path: Path
     assert not list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
     again = subprocess.run(command(tmp_path), capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
+
+
+def test_sigterm_saves_a_checkpoint_and_exits_0_with_the_command_to_go_on(tmp_path: Path) -> None:
+    process = start(tmp_path, **{**LONG, "run.save_every": 51_200})
+    run = tmp_path / "run"
+    wait_for(lambda: (run / "log.jsonl").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert f"go on with: dex train {run / 'recipe.yaml'}" in out
+    (checkpoint,) = (run / "checkpoints").glob("checkpoint-*")
+    steps = [entry["step"] for entry in log(run)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert checkpoint.name == f"checkpoint-{steps[-1]}"
+    assert not (run / "result.json").exists()
+
+
+def test_a_limit_of_hours_stops_the_run_with_a_checkpoint_at_the_first_step_after_it(tmp_path: Path) -> None:
+    stopped = train(recipe(tmp_path, **{"run.hours": 1e-6}))
+    run = tmp_path / "run"
+    assert (stopped["finished"], stopped["stopped"], stopped["step"]) == (False, "out of time", 1)
+    assert stopped["go_on"] == f"dex train {run / 'recipe.yaml'}"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-1"]
+    assert [train(recipe(tmp_path, **{"run.hours": 1e-6}))["step"] for _ in range(2)] == [2, 3]
+    done = train(recipe(tmp_path))
+    train(recipe(tmp_path, "whole"))
+    assert done["steps"] == 8
+    expected, resumed = adapter(tmp_path / "whole"), adapter(run)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
+    assert [entry["step"] for entry in log(run) if "loss" in entry] == list(range(1, 9))
+
+
+def test_the_last_checkpoints_are_kept_and_what_a_kill_left_is_cleared(tmp_path: Path) -> None:
+    train(recipe(tmp_path, **{"run.keep_last": 2}))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+    keep_only_checkpoint(tmp_path / "run", 6)
+    for leftover in (".saving/checkpoint-7", ".checkpoint-7.partial", ".checkpoint-4.deleted"):
+        (checkpoints / leftover).mkdir(parents=True)
+    train(recipe(tmp_path, **{"run.keep_last": 1}))
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-8"]
+
+
+def test_bfloat16_weights_train_in_float32_so_that_small_steps_are_not_lost(tmp_path: Path) -> None:
+    """20 steps at 1e-5: bfloat16 would round most of them away."""
+    write_tiny(tmp_path / "bf16", "llama", dtype=torch.bfloat16)
+    changes = {"model.id": tmp_path / "bf16", "model.dtype": "bfloat16", "run.lr": 1e-5, "run.tokens": 2_560}
+    train(recipe(tmp_path, **changes, **{"run.warmup": 0, "run.decay": "constant"}))
+    before = load_model(str(tmp_path / "bf16")).model.state_dict()
+    for name, tensor in adapter(tmp_path / "run").items():
+        if name.endswith("dex_weight"):
+            base = before[name.removeprefix("base_model.model.").replace("dex_weight", "weight")]
+            assert tensor.dtype == torch.float32
+            moved = (tensor - base.float()).abs()
+            assert (moved > 0).float().mean() > 0.99
+            assert 1e-5 < moved.median() < 3e-4
+
+
+def test_a_run_reports_to_the_trackers_it_names_and_records_what_it_ran_with(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(recipe(tmp_path, **{"run.track": "[tensorboard]"}))
+    events = EventAccumulator(str(tmp_path / "run" / "trackers"))
+    events.Reload()
+    drawn = [event.value for event in events.Scalars("train/loss")]
+    assert drawn == pytest.approx([entry["loss"] for entry in log(tmp_path / "run") if "loss" in entry], rel=1e-6)
+    assert {"train/lam_mean", "train/branch_ratio_mean"} <= set(events.Tags()["scalars"])
+    (started,) = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
+    assert started["packages"]["torch"] == torch.__version__
+    assert started["processes"] == 1
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    with pytest.raises(DexError, match="wandb, which is not installed: `pip install wandb`"):
+        train(recipe(tmp_path, **{"run.track": "[wandb]"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_goes_as_far_as_the_first_loss_and_writes_nothing(tmp_path: Path) -> None:
+    from dex.dry_run import describe, dry_run
+
+    one = recipe(tmp_path)
+    seen = dry_run(one)
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists()
+    result = train(one)
+    assert seen["trained_parameters"] == result["trained_parameters"]
+    assert seen["plan"]["trained"] == result["trained_parameters"]
+    assert 8 < seen["loss_of_one_block"] < 16
+    assert "would train" in describe(one, seen)
+    with pytest.raises(DexError, match=r"columns there are text"):
+        dry_run(recipe(tmp_path, "run2", **{"data.train.0.column": "txt"}))
+
+
+def test_frozen_weights_keep_no_activation_for_gradients_that_nobody_wants(tmp_path: Path) -> None:
+    """A frozen projection's input is kept by nobody: only what K, V and O, and the way back to them, need."""
+    from dex.train import load_base
+
+    one = recipe(tmp_path)
+    model = one.method.subject(one, load_base(one), None).model
+    kept: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.data_ptr())
+        return tensor
+
+    inputs: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("gate_proj", "down_proj", "o_proj")):
+            module.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0].data_ptr()}))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(input_ids=torch.randint(0, 256, (1, 16)), use_cache=False).logits
+    assert out.requires_grad
+    down = {name: pointer in kept for name, pointer in inputs.items() if name.endswith("down_proj")}
+    assert not any(down.values())  # silu(gate) * up is kept in its two factors only
+    assert all(pointer in kept for name, pointer in inputs.items() if name.endswith("o_proj"))

@@ -37,6 +37,6 @@ class Pissa(Lora):
         if recipe.model.dtype != "float32":
             yield Problem(
                 ("model", "dtype"),
-                f"model.dtype is {recipe.model.dtype}, in which what pissa leaves of the weights would be rounded, so "
-                "that the run would not begin at the base; use float32 (with run.autocast: true)",
+                f"model.dtype is {recipe.model.dtype}, in which what pissa leaves of the weights would be rounded, "
+                "so that the run would not begin at the base; use float32 (with run.autocast: true)",
             )

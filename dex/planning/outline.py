@@ -44,7 +44,7 @@ def outline(recipe: Recipe) -> Outline:
     dtype = own if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
     model = on_meta(config, dtype, source)
     base_bytes = count(model) * own.itemsize
-    base = LoadedModel(model, None, source)  # type: ignore[arg-type]
+    base = LoadedModel(model, None, source)
     plan = _head_plan(recipe, base)
     with _without_weights(recipe):
         subject = recipe.method.subject(recipe, base, plan)
@@ -79,8 +79,7 @@ def count(model: nn.Module) -> int:
 def quantised(model: nn.Module) -> Iterator[nn.Linear]:
     """The projections that model.quantise quantises."""
     for name, module in model.named_modules():
-        adapted = {"default", "lora_A", "lora_B"} & set(name.split("."))
-        if isinstance(module, nn.Linear) and not adapted and set(name.split(".")).isdisjoint(WHOLE):
+        if isinstance(module, nn.Linear) and set(name.split(".")).isdisjoint(WHOLE):
             yield module
 
 
@@ -101,7 +100,7 @@ def _head_plan(recipe: Recipe, base: LoadedModel) -> HeadPlan | None:
 def _without_weights(recipe: Recipe) -> Iterator[None]:
     """New modules are made on the meta device; layouts get no weights loaded into them."""
     originals = to_diff_v1.build, to_diff_v2.build
-    to_diff_v1.build = to_diff_v2.build = _build  # type: ignore[assignment]
+    to_diff_v1.build = to_diff_v2.build = _build
     try:
         # A layout draws new tensors with a generator of the CPU, which tensors on meta do not take.
         with torch.device("meta") if recipe.method.result == "adapter" else nullcontext():

@@ -134,7 +134,8 @@ def give_memory(model: nn.Module) -> None:
         return done[id(old)][1]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in groups:
             tensors.update({name: fake(old) for name, old in tensors.items() if old is not None})
 
 
@@ -148,7 +149,7 @@ def _quantise(linear: nn.Linear, kind: str, dtype: torch.dtype) -> None:
         out: Tensor = _Dequantised.apply(x.to(dtype), linear.weight, shape)
         return (out if linear.bias is None else out + linear.bias).to(x.dtype)
 
-    linear.forward = forward  # type: ignore[method-assign]
+    linear.forward = forward  # type: ignore[method-assign, assignment]
 
 
 class _Dequantised(torch.autograd.Function):
