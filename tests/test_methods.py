@@ -202,25 +202,26 @@ def test_one_w_d_for_each_head_equals_the_layers_where_all_are_the_same() -> Non
     torch.testing.assert_close(own(tokens()).logits, shared(tokens()).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_w_d_of_each_head_equals_the_plain_form_and_folds(tmp_path: Path) -> None:
+def test_w_d_of_each_head_equals_the_plain_form_and_folds() -> None:
     """The oracle is the loop over heads, token by token, in float64."""
-    model = branch(schedule="fixed", w_d_per="head").double()
+    model = branch(schedule="fixed", w_d_per="head")
     layer = dex_outputs(model)[0]
-    heads = torch.randn(2, 5, 64, dtype=torch.float64)
-    expected = heads.clone()
-    lam, w_d = layer.lam("default").double(), layer.dex_w_d["default"]
-    for index, head in enumerate([0, 2]):
-        part = slice(16 * head, 16 * (head + 1))
-        expected[..., part] -= lam * (heads[..., part] @ w_d[index])
-    expected = expected @ layer.base_layer.weight.T
-    torch.testing.assert_close(layer(heads), expected, rtol=1e-5, atol=1e-5)
-    ratio = (lam * torch.stack([heads[..., :16] @ w_d[0], heads[..., 32:48] @ w_d[1]], -2)).norm()
-    selected = torch.stack([heads[..., :16], heads[..., 32:48]], -2).norm()
-    torch.testing.assert_close(layer.branch_ratio(heads).double(), (ratio / selected).detach(), rtol=1e-4, atol=1e-6)
+    heads = torch.randn(2, 5, 64)
+    plain = heads.double()
+    lam, w_d = layer.lam("default").double(), layer.dex_w_d["default"].double()
+    branches = {head: lam * (plain[..., 16 * head : 16 * head + 16] @ w_d[n]) for n, head in enumerate([0, 2])}
+    expected = plain.clone()
+    for head, branch_of_head in branches.items():
+        expected[..., 16 * head : 16 * head + 16] -= branch_of_head
+    expected = expected @ layer.base_layer.weight.double().T
+    torch.testing.assert_close(layer(heads).double(), expected, rtol=1e-5, atol=1e-5)
+    selected = torch.cat([plain[..., :16], plain[..., 32:48]], -1)
+    ratio = torch.cat(list(branches.values()), -1).norm() / selected.norm()
+    torch.testing.assert_close(layer.branch_ratio(heads).double(), ratio, rtol=1e-5, atol=1e-7)
     before = model(tokens()).logits
     folded = model.merge_and_unload()
     assert isinstance(folded, PreTrainedModel)
-    torch.testing.assert_close(folded(tokens()).logits, before, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(folded(tokens()).logits, before, rtol=1e-5, atol=1e-4)
 
 
 def test_w_d_of_each_head_is_saved_and_loaded(tmp_path: Path) -> None:
