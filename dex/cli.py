@@ -277,8 +277,8 @@ def train(
     if dry_run:
         from dex import dry_run as check
 
-        seen = check.dry_run(loaded, force=force)
-        show({"output": loaded.output, **seen}, check.describe(loaded, seen), as_json)
+        seen, made = check.dry_run(loaded, force=force)
+        show({"output": loaded.output, **seen}, check.describe(loaded, seen, made), as_json)
         return
     from dex import train as verb
 

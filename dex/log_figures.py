@@ -6,7 +6,14 @@ from abc import ABC, abstractmethod
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that FSDP2 has sharded over the processes, put together again."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class LogFigures(TrainerCallback, ABC):

@@ -65,6 +65,7 @@ def liger_cross_entropy(
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     targets = labels[:, 1:].reshape(-1).to(hidden.device)
+    hidden, head_weight = _in_autocast_dtype(hidden), _in_autocast_dtype(head_weight)
     rows = hidden[:, :-1].reshape(-1, hidden.shape[-1])
     total: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="sum")(head_weight, rows, targets)
     return total / (num_targets if num_targets is not None else (targets != IGNORE).sum())

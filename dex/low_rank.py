@@ -14,30 +14,32 @@ from dex.errors import DexError
 
 
 def galore(groups: list[dict[str, Any]], rank: int, gap: int, scale: float) -> torch.optim.Optimizer:
-    _check_installed("galore")
     from pytorch_optimizer.optimizer.galore import GaLore
 
-    return GaLore(_with_projection(groups, rank, gap, scale, "std"))
+    _let_projections_load()
+    return GaLore(_with_projection(groups, rank, gap, scale))
 
 
 def apollo(groups: list[dict[str, Any]], rank: int, gap: int, scale: float) -> torch.optim.Optimizer:
-    _check_installed("apollo")
     from pytorch_optimizer.optimizer.apollo import APOLLO
 
-    return APOLLO(_with_projection(groups, rank, gap, scale, "std"), scale_type="channel")
+    _let_projections_load()
+    return APOLLO(_with_projection(groups, rank, gap, scale), scale_type="channel")
 
 
-def _check_installed(name: str) -> None:
+def check_installed(name: str) -> None:
+    """Raise DexError if the package of the method `name` is missing."""
     if importlib.util.find_spec("pytorch_optimizer") is None:
         raise DexError(f"method.name {name} needs the package pytorch-optimizer: `pip install pytorch-optimizer`.")
+
+
+def _let_projections_load() -> None:
     from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 
     torch.serialization.add_safe_globals([GaLoreProjector])
 
 
-def _with_projection(
-    groups: list[dict[str, Any]], rank: int, gap: int, scale: float, kind: str
-) -> list[dict[str, Any]]:
+def _with_projection(groups: list[dict[str, Any]], rank: int, gap: int, scale: float) -> list[dict[str, Any]]:
     """The same groups, with a projection for the matrices of the layers."""
-    settings = {"rank": rank, "update_proj_gap": gap, "scale": scale, "projection_type": kind}
+    settings = {"rank": rank, "update_proj_gap": gap, "scale": scale, "projection_type": "std"}
     return [{**group, **settings} if group["kind"] == "matrices" else group for group in groups]

@@ -55,6 +55,9 @@ DIFF = ("diff_v1", "diff_v2", "diffllama")  # what `dex convert --layout` and `d
 ANY = (*SUPPORTED, *DIFF)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+# What `quantise` leaves whole: copies of K, V and O train, and the loss takes the head as it is.
+NOT_QUANTISED = ("k_proj", "v_proj", "o_proj", "lm_head")
+
 SAMPLED = 64  # entries of each parameter that a fingerprint looks at, at least
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG_FILES = ["config.json", "adapter_config.json"]
@@ -587,7 +590,7 @@ def _read_weights(
 
 
 def _quantisation(place: _Place, quantise: str, dtype: str) -> BitsAndBytesConfig:
-    """What bitsandbytes is told. K, V and O stay whole, since copies of them train, and so does the head."""
+    """What bitsandbytes is told."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise DexError(f"model.quantise {quantise} needs the package bitsandbytes: `pip install bitsandbytes`.")
     if place.gguf_file is not None:
@@ -600,7 +603,7 @@ def _quantisation(place: _Place, quantise: str, dtype: str) -> BitsAndBytesConfi
         load_in_8bit=quantise == "8bit",
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=compute,
-        llm_int8_skip_modules=["k_proj", "v_proj", "o_proj", "lm_head"],
+        llm_int8_skip_modules=list(NOT_QUANTISED),
     )
 
 

@@ -58,14 +58,15 @@ def whole_folder(path: Path, force: bool = False, made_here: str | None = None) 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
-        _replace_folder(partial, path)
+        put_in_place(partial, path)
     except (OSError, SafetensorError) as error:  # safetensors reports even a full disk with a class of its own
         raise DexError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _replace_folder(partial: Path, path: Path) -> None:
+def put_in_place(partial: Path, path: Path) -> None:
+    """Let a folder, whose files are flushed to disk, take the place of `path`; if it cannot, the former one stays."""
     for file in partial.rglob("*"):
         if file.is_file():
             _flush_to_disk(file)

@@ -22,6 +22,7 @@ from dex.planning.devices import CONTEXT, GPUS, UTILISATION, Device, find_device
 from dex.planning.outline import Outline, checkpoint_dtype, count, on_meta, outline
 from dex.planning.step import StepFigures, simulate
 from dex.recipe import Recipe
+from dex.run_data import tokens_to_prepare
 
 Sharding = Literal["none", "fsdp"]
 SHARDINGS = ("none", "fsdp")
@@ -208,12 +209,11 @@ def _files(recipe: Recipe, seen: Outline, result: int, step: StepFigures) -> Fil
     checkpoint = result + step.full["optimiser"]
     saved = math.ceil(recipe.steps / (recipe.save_steps or recipe.steps))
     return Files(
-        # PiSSA's result is for the base as it was: a LoRA of twice the rank.
-        result=2 * result if recipe.method.name == "pissa" else result,
+        result=recipe.method.result_size * result,
         checkpoint=checkpoint,
         checkpoints=checkpoint * min(saved, recipe.run.keep_last),
         folded=seen.base_bytes if recipe.method.result == "adapter" else None,
-        tokens=recipe.run.tokens * CACHED,
+        tokens=tokens_to_prepare(recipe.data, recipe.run.tokens) * CACHED,
     )
 
 
@@ -264,8 +264,8 @@ def _notes(recipe: Recipe, processes: int, sharding: str, device: str | None) ->
         notes.append("run.loss liger is counted as chunked")
     if recipe.model.quantise == "8bit":
         notes.append("8bit is counted as dequantised in each pass; bitsandbytes keeps int8 activations as well")
-    if recipe.method.name == "galore":
-        notes.append("GaLore's decompositions are not in the operations")
+    if recipe.method.plan_note is not None:
+        notes.append(recipe.method.plan_note)
     if sharding == "fsdp":
         notes.append("fsdp: weights, gradients and optimiser divided by the processes; two whole layers at a time")
     elif processes > 1:

@@ -6,6 +6,7 @@ In one process all of this does nothing.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,11 +24,20 @@ class SharedError(DexError):
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return _torch_distributed().get_rank() if _is_joined() else int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _torch_distributed().get_world_size() if _is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_joined() -> bool:
+    """Have the processes found each other? Before that, the launcher's word counts; torch is not imported for it."""
+    return "torch" in sys.modules and _torch_distributed().is_available() and _torch_distributed().is_initialized()
+
+
+def _torch_distributed() -> Any:
+    return sys.modules["torch"].distributed
 
 
 def is_first() -> bool:
@@ -51,19 +61,37 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+def refuse_gpus_left_over() -> None:
+    """Raise DexError for several GPUs and one process: the Trainer would run them in threads, another arithmetic."""
+    import torch
+
+    if world_size() == 1 and torch.cuda.device_count() > 1:
+        gpus = torch.cuda.device_count()
+        raise DexError(
+            f"Here are {gpus} GPUs and one process; start one process a GPU (torchrun --nproc-per-node {gpus} "
+            "-m dex.cli train …), or choose one GPU with CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def asked_for() -> str | None:
+    """The sharding that the launcher asks of accelerate: FSDP, DEEPSPEED or none."""
+    names = ("FSDP", "DEEPSPEED")
+    return next((name for name in names if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"), None)
+
+
 def refuse_sharding_that_is_not_to_be_had() -> None:
     """Where it cannot shard, accelerate runs DDP without a word: who asked for sharding would run out of memory."""
-    asked = [name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
-    if not asked:
+    asked = asked_for()
+    if asked is None:
         return
     if not has_accelerator() or world_size() == 1:
         raise stop_all(
-            f"The launcher asks for {asked[0]}, which needs several processes with a GPU each, and here "
+            f"The launcher asks for {asked}, which needs several processes with a GPU each, and here "
             f"{'is one process' if world_size() == 1 else 'is no GPU'}; start it with recipes/accelerate/ddp.yaml."
         )
-    if asked == ["FSDP"] and os.environ.get("FSDP_VERSION") != "2":
+    if asked == "FSDP" and os.environ.get("FSDP_VERSION") != "2":
         raise stop_all("FSDP of version 1 flattens the parameters, which Dex needs as they are; set fsdp_version: 2.")
-    if asked == ["FSDP"] and os.environ.get("FSDP_STATE_DICT_TYPE") != "FULL_STATE_DICT":
+    if asked == "FSDP" and os.environ.get("FSDP_STATE_DICT_TYPE") != "FULL_STATE_DICT":
         raise stop_all("A checkpoint has to hold the whole adapter; set fsdp_state_dict_type: FULL_STATE_DICT.")
 
 
@@ -89,14 +117,28 @@ def on_first(work: Callable[[], T]) -> T:
     return value
 
 
+def agree(work: Callable[[], T]) -> T:
+    """Run in every process; if it fails in one of them all stop with that DexError, which is shown once."""
+    failed: DexError | None = None
+    value: T | None = None
+    try:
+        value = work()
+    except DexError as error:
+        failed = error
+    problem = next((each for each in gather(None if failed is None else str(failed)) if each), None)
+    if problem is not None:
+        raise stop_all(problem) from failed
+    return value  # type: ignore[return-value]  # there is one where nothing failed
+
+
 def any_of(flag: bool) -> bool:
     """Is it so in any of the processes?"""
     return flag if world_size() == 1 else any(gather(flag))
 
 
 def gather(value: T) -> list[T]:
-    """The value of every process, in the order of their ranks."""
-    if world_size() == 1:
+    """The value of every process, in the order of their ranks; this one's alone, before they have joined."""
+    if world_size() == 1 or not _is_joined():
         return [value]
     import torch
 

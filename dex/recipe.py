@@ -77,11 +77,6 @@ class Data(Block):
     held_out_tokens: Annotated[int | None, whole(above=0, null=True)] = None  # evaluate at most so many
     held_out_per_document: Annotated[int | None, whole(above=1, null=True)] = None  # and at most so many of each
 
-    @property
-    def heaviest(self) -> Source:
-        """The source with the largest weight, the first of such."""
-        return max(self.train, key=lambda source: source.weight)
-
 
 class Run(Block):
     tokens: Annotated[int, whole(above=0)]

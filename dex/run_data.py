@@ -32,12 +32,22 @@ def sources(data: Data) -> list[Source]:
     return [Source(**source.model_dump()) for source in data.train]
 
 
+def tokens_to_prepare(data: Data, tokens: int) -> int:
+    """How many tokens are prepared for a run of `tokens`, where the data has them."""
+    return max(tokens, POOL_TOKENS) if len(data.train) == 1 else tokens
+
+
+def heaviest_source(data: Data) -> Source:
+    """The source with the largest weight, the first of such: what heads are scored and scales fitted on."""
+    return max(sources(data), key=lambda source: source.weight)
+
+
 def prepare_data(data: Data, tokenizer: PreTrainedTokenizerBase, tokens: int = 1) -> Prepared:
     """Read, split and pack what `tokens` of training need; a second call finds it in the cache, or goes on.
 
     The held-out part of local data does not depend on `tokens`.
     """
-    pool = max(tokens, POOL_TOKENS) if len(data.train) == 1 else tokens
+    pool = tokens_to_prepare(data, tokens)
     with Bar("preparing data", pool, "tokens") as bar:
 
         def show(done: int, _total: int) -> None:

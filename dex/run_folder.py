@@ -43,16 +43,11 @@ CONTENT = (
     "model",
     "held_out.json",
 )
-RESULT = "result.json"
+RESULT, INPUTS = "result.json", "inputs.json"
 
 # What a run may go on with although it changed: where it lies, and how often it speaks and saves.
-NOT_COMPARED = (
-    "output",
-    *(
-        f"run.{key}"
-        for key in ("keep_last", "save_every", "eval_every", "log_every", "hours", "track", "micro_batch")
-    ),
-)
+_FREE = "keep_last save_every eval_every log_every hours track micro_batch gradient_checkpointing"
+NOT_COMPARED = ("output", *(f"run.{key}" for key in _FREE.split()))
 
 
 def trained_folder(recipe: Recipe) -> Path:
@@ -96,7 +91,7 @@ def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan 
     """
     if force:
         delete_run(run)
-    saved = run / "inputs.json"
+    saved = run / INPUTS
     if saved.exists():
         _refuse_other_inputs(run, _read(saved), inputs)
     elif (run / "checkpoints").exists():

@@ -6,9 +6,8 @@ finished. Under torchrun or accelerate launch the same recipe runs in many proce
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import set_seed
 
 from dex.console import say
 from dex.convert import Choice, choose_heads
-from dex.data import Prepared, Source
+from dex.data import Prepared
 from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluate.perplexity import held_out_losses, report, summarise
@@ -26,13 +25,14 @@ from dex.loss import refuse_without_liger
 from dex.methods.dex import PlannedHeads
 from dex.models import ANY, SUPPORTED, LoadedModel, load_model, use_chat_template
 from dex.output import refuse_output_over, write_json
-from dex.processes import gather, is_first, join, on_first, stop_all
+from dex.pins import pinned, pins_of
+from dex.processes import agree, any_of, gather, join, on_first, refuse_gpus_left_over, stop_all, world_size
 from dex.recipe import Recipe
-from dex.run_data import cache_dir, held_out_blocks, prepare_data
-from dex.run_folder import note_environment, open_run, start_run, trained_folder, used_alone
+from dex.run_data import cache_dir, heaviest_source, held_out_blocks, prepare_data
+from dex.run_folder import INPUTS, differences, note_environment, open_run, start_run, trained_folder, used_alone
 from dex.subject import Subject
 from dex.tracking import check_trackers
-from dex.trainer import DexTrainer, refuse_batches_that_do_not_divide
+from dex.trainer import DexTrainer, refuse_batches_that_do_not_divide, refuse_sharding_of
 from dex.tuner.callback import INERT_BELOW, branch_state
 from dex.watch import Watch
 
@@ -44,23 +44,25 @@ def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
     command to go on. Raises DexError, in one sentence, for everything that stops it otherwise.
     """
     began, run = time.monotonic(), Path(recipe.output)
-    check_settings(recipe)
-    refuse_output_over(run, recipe.model.id)
     join()
-    refuse_batches_that_do_not_divide(recipe)
-    alone: AbstractContextManager[None] = used_alone(run, cache_dir()) if is_first() else nullcontext()
-    with alone:
+    agree(lambda: check_settings(recipe))
+    with ExitStack() as stack:
+        on_first(lambda: _enter(stack, used_alone(run, cache_dir())))
         return _train(recipe, run, force, began)
+
+
+def _enter(stack: ExitStack, context: AbstractContextManager[None]) -> None:
+    stack.enter_context(context)
 
 
 def check_settings(recipe: Recipe) -> None:
     """Raise DexError for what the recipe asks of this machine and cannot have, before any work is done."""
+    refuse_output_over(Path(recipe.output), recipe.model.id)
+    refuse_gpus_left_over()
+    refuse_batches_that_do_not_divide(recipe)
+    refuse_sharding_of(recipe.method, recipe.model.dtype)
+    recipe.method.check_packages()
     check_trackers(recipe.run.track)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and recipe.model.dtype != "float32":
-        raise stop_all(
-            f"DeepSpeed casts everything to one dtype, float32 copies, W_D and λ included, and model.dtype is "
-            f"{recipe.model.dtype}; use model.dtype=float32 run.autocast=true, or FSDP2."
-        )
     if recipe.run.loss == "liger":
         refuse_without_liger()
 
@@ -71,15 +73,18 @@ def _train(recipe: Recipe, run: Path, force: bool, began: float) -> dict[str, An
         say(f"{run} is finished already; --force starts it again")
         return finished
     set_seed(recipe.run.seed)
-    base = load_base(recipe)
-    on_first(lambda: prepare_data(recipe.data, base.tokenizer, recipe.run.tokens))
-    data = prepare_data(recipe.data, base.tokenizer, recipe.run.tokens)  # the cache of this machine
+    given = recipe
+    recipe = pinned(given, on_first(lambda: pins_of(given, None if force else run / INPUTS)))
+    base = agree(lambda: load_base(recipe))
+    on_first(lambda: prepare(recipe, base))
+    data = agree(lambda: prepare(recipe, base))  # the cache of this machine
     _say_passes(recipe, data)
     plan = on_first(lambda: _head_plan(run, recipe, base, force))
     set_seed(recipe.run.seed)  # W_D does not depend on what was drawn before
-    inputs = _inputs(base, data)
-    subject = recipe.method.subject(recipe, base, plan)
-    on_first(lambda: start_run(run, recipe, inputs, plan, force))
+    inputs = _inputs(recipe, base, data)
+    _refuse_different(inputs)
+    subject = agree(lambda: recipe.method.subject(recipe, base, plan))
+    on_first(lambda: start_run(run, given, inputs, plan, force))
     _refuse_folder_of_one_machine(run)
     on_first(lambda: note_environment(run, environment()))
     watch = Watch(recipe, held_out_blocks(recipe.data, data), run / "log.jsonl", began)
@@ -88,6 +93,10 @@ def _train(recipe: Recipe, run: Path, force: bool, began: float) -> dict[str, An
     if watch.stopped:
         return _stopped(recipe, trainer)
     return _finish(recipe, trainer, data, inputs)
+
+
+def prepare(recipe: Recipe, base: LoadedModel) -> Prepared:
+    return prepare_data(recipe.data, base.tokenizer, recipe.run.tokens)
 
 
 def load_base(recipe: Recipe) -> LoadedModel:
@@ -99,12 +108,27 @@ def load_base(recipe: Recipe) -> LoadedModel:
     return base
 
 
-def _inputs(base: LoadedModel, data: Prepared) -> dict[str, Any]:
+def _inputs(recipe: Recipe, base: LoadedModel, data: Prepared) -> dict[str, Any]:
     """What a run that goes on must find unchanged."""
     return {
         "model": {**base.source.to_dict(), "fingerprint": base.fingerprint},
-        "data": {"packed": data.packed.fingerprint, "held_out": data.held_out.fingerprint},
+        "data": {
+            "revisions": [source.revision for source in recipe.data.train],
+            "packed": data.packed.fingerprint,
+            "held_out": data.held_out.fingerprint,
+        },
     }
+
+
+def _refuse_different(inputs: dict[str, Any]) -> None:
+    """Machines with caches of their own may have other versions of libraries, and other tokens."""
+    others = [found for each in gather(inputs) for found in differences(inputs, each)]
+    if any_of(bool(others)):
+        what = others[0][0] if others else "their inputs"
+        raise stop_all(
+            f"The processes do not train on the same {what}; give every machine the same versions of the libraries "
+            "and the same files."
+        )
 
 
 def _refuse_folder_of_one_machine(run: Path) -> None:
@@ -145,13 +169,15 @@ def _head_plan(run: Path, recipe: Recipe, base: LoadedModel, force: bool) -> Hea
         return HeadPlan.load(saved)
     if isinstance(heads, PlannedHeads):
         return HeadPlan.load(Path(heads.plan))
-    source = Source(**recipe.data.heaviest.model_dump())
-    return choose_heads(base, Choice(source=source, held_out=recipe.data.held_out, **heads.model_dump()))
+    choice = Choice(source=heaviest_source(recipe.data), held_out=recipe.data.held_out, **heads.model_dump())
+    return choose_heads(base, choice)
 
 
 def _stopped(recipe: Recipe, trainer: DexTrainer) -> dict[str, Any]:
     step, reason = trainer.state.global_step, trainer.watch.stopped
     command = f"dex train {Path(recipe.output) / 'recipe.yaml'}"
+    if world_size() > 1:
+        command += ", under the same launcher"
     if reason == "interrupted":
         raise stop_all(
             f"Interrupted after step {step} of {recipe.steps}; the checkpoint is in {trainer.checkpoints}: run the "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -29,9 +31,22 @@ from dex.console import say
 from dex.data import Packed, RunOrder
 from dex.errors import DexError
 from dex.log_figures import LogFigures
-from dex.loss import causal_lm_loss, chunked_cross_entropy, liger_cross_entropy
+from dex.loss import CrossEntropy, causal_lm_loss, chunked_cross_entropy, liger_cross_entropy
+from dex.methods import Method
 from dex.output import whole_folder
-from dex.processes import TIMEOUT, any_of, gather, has_accelerator, is_first, on_first, rank, stop_all, world_size
+from dex.processes import (
+    TIMEOUT,
+    SharedError,
+    any_of,
+    asked_for,
+    gather,
+    has_accelerator,
+    is_first,
+    on_first,
+    rank,
+    stop_all,
+    world_size,
+)
 from dex.recipe import Recipe
 from dex.subject import State, Subject
 from dex.tracking import tracker_folder
@@ -44,7 +59,7 @@ class DexTrainer(Trainer):
     def __init__(self, subject: Subject, recipe: Recipe, packed: Packed, watch: Watch, run: Path) -> None:
         self.subject, self.recipe, self.watch, self.run_folder = subject, recipe, watch, run
         self.order = RunOrder(packed, recipe.steps, recipe.blocks_per_step, recipe.run.seed)
-        self.cross_entropy = liger_cross_entropy if recipe.run.loss == "liger" else chunked_cross_entropy
+        self.cross_entropy = cross_entropy_of(recipe)
         self._losses: list[torch.Tensor] = []  # of the micro-batches of this update
         super().__init__(
             model=subject.model,
@@ -54,7 +69,7 @@ class DexTrainer(Trainer):
             callbacks=[*subject.callbacks(), watch],
         )
         self.remove_callback(PrinterCallback)
-        self.callback_handler.callbacks.sort(key=_what_logs_first)
+        self.callback_handler.callbacks.sort(key=_adds_no_figures)
         self.model_accepts_loss_kwargs = True  # `compute_loss` divides by the targets of the whole update
         refuse_processes_apart(self.args)
 
@@ -71,19 +86,10 @@ class DexTrainer(Trainer):
         newest = on_first(self._newest)
         if newest:
             say(f"going on from {newest}")
-        try:
-            with self.watch.bar(step_of(newest) if newest else 0), self.watch.signals():
+        with _explained(newest, self.checkpoints), self.watch.bar(step_of(newest) if newest else 0):
+            with self.watch.signals():
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
-        except (SafetensorError, EOFError, UnpicklingError, RuntimeError) as error:
-            # torch.load says that a file is cut off with a RuntimeError of its reader.
-            if newest is None or (isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error)):
-                raise
-            raise damaged(newest, error) from error
-        except OSError as error:
-            raise DexError(
-                f"The run stopped: {error.strerror or error} ({error.filename or self.run_folder}); "
-                f"{kept(self.checkpoints)}. Make room and run the same command to go on."
-            ) from error
+            self.watch.share_problems()
 
     def _newest(self) -> Path | None:
         drop_leftovers(self.checkpoints)
@@ -113,6 +119,8 @@ class DexTrainer(Trainer):
         processes. Times their number, since gradients are averaged over them."""
         loss = causal_lm_loss(model, num_targets=num_items_in_batch, cross_entropy=self.cross_entropy, **inputs)
         loss = loss * world_size()
+        if self.is_deepspeed_enabled and not loss.isfinite():  # its backward pass makes the update too
+            raise self._not_finite(loss.detach()[None], [0], math.nan)
         self._losses.append(loss.detach())
         return loss
 
@@ -204,12 +212,47 @@ class DexTrainer(Trainer):
         keep_last(self.checkpoints, self.recipe.run.keep_last)
 
 
+def cross_entropy_of(recipe: Recipe) -> CrossEntropy:
+    return liger_cross_entropy if recipe.run.loss == "liger" else chunked_cross_entropy
+
+
+@contextmanager
+def _explained(newest: Path | None, checkpoints: Path) -> Iterator[None]:
+    """One sentence for a damaged checkpoint and for a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise DexError(
+            f"The run stopped: {error.strerror or error} ({error.filename or checkpoints}); {kept(checkpoints)}. "
+            "Make room and run the same command to go on."
+        ) from error
+    except (SafetensorError, EOFError, UnpicklingError) as error:
+        if newest is None:
+            raise
+        raise damaged(newest, error) from error
+    except RuntimeError as error:
+        if newest is not None and "PytorchStreamReader" in str(error):  # torch.load: the file is cut off
+            raise damaged(newest, error) from error
+        if world_size() > 1 and any(word in str(error) for word in LOST):
+            raise SharedError("Another process of this run has stopped.") from error
+        raise
+
+
+LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL")  # what the others' collectives say then
+# How torch.save says, with a RuntimeError, that the disk does not take a file.
+NOT_WRITTEN = ("PytorchStreamWriter", "unexpected pos", "inline_container", "Parent directory")
+
+
 def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _what_logs_first(callback: TrainerCallback) -> bool:
-    """Trackers come after those who add figures to the log."""
+def _listed(blocks: list[int]) -> str:
+    return ", ".join(map(str, blocks[:16])) + (f" and {len(blocks) - 16} more" if len(blocks) > 16 else "")
+
+
+def _adds_no_figures(callback: TrainerCallback) -> bool:
+    """The order of callbacks: trackers come after those who add figures to the log."""
     return not isinstance(callback, LogFigures)
 
 
@@ -224,13 +267,23 @@ def refuse_batches_that_do_not_divide(recipe: Recipe) -> None:
         )
 
 
-def refuse_processes_apart(arguments: TrainingArguments) -> None:
-    """Raise DexError where the Trainer sees other processes or GPUs than the launcher started."""
-    if arguments.n_gpu > 1:
+def refuse_sharding_of(method: Method, dtype: str) -> None:
+    """Raise DexError if the launcher's sharding would change what this method computes."""
+    asked = asked_for()
+    if asked is not None and asked not in method.shards:
         raise DexError(
-            f"Here are {arguments.n_gpu} GPUs and one process; start one process a GPU (torchrun --nproc-per-node "
-            f"{arguments.n_gpu} -m dex.cli train …), or choose one GPU with CUDA_VISIBLE_DEVICES=0."
+            f"method.name {method.name} cannot be spread by {asked}, which would change what it computes; use "
+            "recipes/accelerate/ddp.yaml."
         )
+    if asked == "DEEPSPEED" and dtype != "float32":
+        raise DexError(
+            "DeepSpeed casts everything to one dtype, float32 copies, W_D and λ included, and model.dtype is "
+            f"{dtype}; use model.dtype=float32 run.autocast=true, or FSDP2."
+        )
+
+
+def refuse_processes_apart(arguments: TrainingArguments) -> None:
+    """Raise DexError where accelerate sees other processes than the launcher started."""
     if arguments.world_size != world_size():
         raise stop_all(
             f"The launcher started {world_size()} processes, but accelerate runs each of them with "

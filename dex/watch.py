@@ -1,7 +1,7 @@
 """What watches a run: its log.jsonl, its progress bar, its held-out losses on the way, and what stops it early.
 
-Ctrl-C, SIGTERM (pre-emption) and the run's limit of hours all end it after the step that is being done, with a
-checkpoint. With several processes the first one speaks and writes, and all of them stop after the same step.
+Ctrl-C, SIGTERM (pre-emption) and the run's limit of hours all end it with a checkpoint of the last update that is
+done. With several processes the first one speaks and writes, and all of them stop after the same step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dex.console import Bar, say
 from dex.data import HeldOutBlock
 from dex.evaluate.perplexity import held_out_losses, summarise
 from dex.output import write_whole
-from dex.processes import gather, is_first
+from dex.processes import gather, is_first, stop_all
 from dex.recipe import Recipe
 
 Reason = Literal["interrupted", "terminated", "out of time"]
@@ -37,6 +37,7 @@ class Watch(TrainerCallback):
         self.recipe, self.blocks, self.log, self.began = recipe, blocks, log, began
         self.stopped: Reason | None = None
         self._signalled: Reason | None = None
+        self._problem: str | None = None
         self._bar = Bar("training", recipe.run.tokens, "tokens")
         self._training_seconds = 0.0
         self._trained_tokens = 0
@@ -55,23 +56,31 @@ class Watch(TrainerCallback):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second one stops at once."""
+        """The first Ctrl-C or SIGTERM ends the run, with a checkpoint; a second Ctrl-C stops at once.
+
+        A second SIGTERM does nothing: schedulers and launchers send one each.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may handle signals
             return
         reasons: dict[int, Reason] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
-        def stop_after_this_step(number: int, frame: FrameType | None) -> None:
-            self._signalled = reasons[number]
-            signal.signal(number, before[number])
-            say("stopping after this step and saving a checkpoint; a second signal stops at once")
+        def stop_soon(number: int, frame: FrameType | None) -> None:
+            if self._signalled is None:
+                say("stopping and saving a checkpoint; Ctrl-C again stops at once")
+            self._signalled = self._signalled or reasons[number]
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-        before = {number: signal.signal(number, stop_after_this_step) for number in reasons}
+        before = {number: signal.signal(number, stop_soon) for number in reasons}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """How often a run saves and logs may change when it goes on, and `state` is the checkpoint's."""
+        state.compute_steps(args, state.max_steps)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._step_began = time.monotonic()
@@ -87,10 +96,26 @@ class Watch(TrainerCallback):
         if self.recipe.eval_steps and state.global_step % self.recipe.eval_steps == 0 and tokens < run.tokens:
             loss, _perplexity = summarise(held_out_losses(model, self.blocks, run.micro_batch, "held-out part"))
             self.write({"step": state.global_step, "tokens": tokens, "held_out_loss": loss._asdict()})
-        reason = next((each for each in gather(self._reason_to_stop()) if each), None)
-        if reason and tokens < run.tokens:
+        self.share_problems()
+        if tokens < run.tokens:
+            self._stop_together(control, self._reason_to_stop())
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """An update of 8M tokens takes minutes, and a scheduler waits for seconds: what is done of it is dropped."""
+        self._stop_together(control, self._signalled)
+
+    def _stop_together(self, control: TrainerControl, own_reason: Reason | None) -> None:
+        """Nothing has moved since the last update, so the checkpoint is one of that."""
+        reason = next((each for each in gather(own_reason) if each), None)
+        if reason:
             self.stopped = reason
             control.should_save = control.should_training_stop = True
+
+    def share_problems(self) -> None:
+        """Raise, in all processes, what kept the first one from writing its log."""
+        problem = next((each for each in gather(self._problem) if each), None)
+        if problem:
+            raise stop_all(f"{problem}; the checkpoints are whole. Make room and run the same command to go on.")
 
     def _reason_to_stop(self) -> Reason | None:
         hours = self.recipe.run.hours
@@ -123,8 +148,11 @@ class Watch(TrainerCallback):
     def write(self, entry: dict[str, Any]) -> None:
         if not is_first():
             return
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        try:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self._problem = f"{self.log} could not be written: {error.strerror or error}"
 
     def _drop_log_after(self, step: int) -> None:
         """A run that goes on from step N writes the steps after N again."""

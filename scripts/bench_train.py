@@ -119,7 +119,10 @@ def overhead(steps: int) -> None:
         trainer.add_callback(between)
         trainer.train()
     value = ratio(between.ours[2:], between.bare[2:])
-    print(json.dumps(figure("dex train / bare loop, step (4×256)", value, "≤ 1.03", value <= 1.03)), flush=True)
+    print(
+        json.dumps(figure("dex train / bare loop, step (4×256)", value, "≤ 1.03", value <= 1.03), ensure_ascii=False),
+        flush=True,
+    )
 
 
 # --- baselines ---------------------------------------------------------------------------------------------
@@ -142,7 +145,7 @@ def trained_parameters(method: str) -> int:
 
 def peak_memory(method: str) -> int:
     """The most memory of a process that makes two steps, in bytes."""
-    step = step_of(method, 4)
+    step = step_of(method, 2)
     step()
     step()
     status = Path("/proc/self/status").read_text()
@@ -154,12 +157,18 @@ def baselines(steps: int) -> None:
     for method in METHODS:
         command = [sys.executable, __file__, "--child", method]
         peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        seconds = alternate({"own": step_of(method, 4), "attention": step_of("attention", 4)}, steps)
+        seconds = alternate({"own": step_of(method, 2), "attention": step_of("attention", 2)}, steps)
         value = ratio(seconds["own"], seconds["attention"])
-        per_second = 4 * BLOCK / statistics.median(seconds["own"])
+        per_second = 2 * BLOCK / statistics.median(seconds["own"])
         rows.append((method, trained_parameters(method), value, per_second, peak / 2**20))
-        print(json.dumps(figure(f"step, {method} / attention (4×256)", value, "compared", True)), flush=True)
-        print(json.dumps(figure(f"peak memory, {method}, MiB", peak / 2**20, "compared", True)), flush=True)
+        print(
+            json.dumps(figure(f"step, {method} / attention (2×256)", value, "compared", True), ensure_ascii=False),
+            flush=True,
+        )
+        print(
+            json.dumps(figure(f"peak memory, {method}, MiB", peak / 2**20, "compared", True), ensure_ascii=False),
+            flush=True,
+        )
     print("\n| method | trained parameters | step / attention | tokens/s | peak MiB |\n|---|---|---|---|---|")
     for name, trained, value, per_second, peak_mib in rows:
         print(f"| {name} | {trained:,} | {value:.2f} | {per_second:.0f} | {peak_mib:,.0f} |")

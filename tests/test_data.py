@@ -47,9 +47,10 @@ BOS, EOS, PAD = 256, 257, 258
 
 
 def text_file(folder: Path, name: str, content: str | bytes) -> str:
+    """Write a file; of a string, "\\udcff" becomes the byte ff."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
     return str(path)
 
 
@@ -150,8 +151,8 @@ def test_a_folder_is_read_sorted_and_recursively(tmp_path: Path) -> None:
 
 
 def test_reading_is_lazy(tmp_path: Path) -> None:
-    path = text_file(tmp_path, "a.jsonl", b'{"text": "first"}\n\xff\n')
-    assert next(read_documents(Source(path))).text == "first"
+    path = text_file(tmp_path, "a.txt", b"first\n\xff\n")
+    assert next(read_documents(Source(path, documents="line"))).text == "first"
 
 
 def test_a_line_of_40_mb_is_packed(tmp_path: Path) -> None:
@@ -213,9 +214,10 @@ def test_undecodable_bytes_are_named_by_file_and_byte(tmp_path: Path) -> None:
         assert f"byte {3 + len(good) + 2} " in message
     first = b'{"text": "x"}\n'
     message = refusal(text_file(tmp_path, "a.jsonl", first + b'{"text": "\xe9"}\n'))
-    assert "a.jsonl, line 2" in message
-    assert f"byte {len(first) + 10} " in message
+    assert f"a.jsonl row 2: not UTF-8 (byte {len(first) + 10} of the file)" in message
     assert "byte 0 " in refusal(text_file(tmp_path, "utf16.txt", "text".encode("utf-16")))
+    utf16 = '{"text": "x"}\n'.encode("utf-16")
+    assert "row 1: not UTF-8 (byte 0 of the file)" in refusal(text_file(tmp_path, "utf16.jsonl", utf16))
 
 
 def test_undecodable_bytes_in_parquet_are_named_by_row(tmp_path: Path) -> None:
@@ -242,6 +244,7 @@ UNUSABLE = [
     ('{"text": ""}', "empty"),
     ('{"text": "\\ufeff \\n"}', "empty"),
     ('{"text": "a\\ud800b"}', "lone surrogate"),
+    ('{"text": "caf\udce9"}', "not UTF-8"),
     ('{"other": "x"}', "no column 'text'"),
 ]
 

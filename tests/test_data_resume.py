@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import functools
 import gzip
+import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from hub_server import HubServer
 from tiny import tiny_tokenizer
 
 from dex.data import Prepared, Source, prepare
+from dex.data.files import BrokenOff, DataFile, Place, rows_of_files
 from dex.data.state import STATE
 from dex.errors import DexError
 
@@ -41,7 +44,7 @@ def lines(texts: list[str]) -> bytes:
 def local_source(folder: Path) -> Source:
     """Files of every kind, with faults among the rows."""
     folder.mkdir()
-    (folder / "a.jsonl").write_bytes(lines(words(900)) + b"{\n\n" + lines(words(300, 900)))
+    (folder / "a.jsonl").write_bytes(lines(words(900)) + b"{\n\n\xff\n" + lines(words(300, 900)))
     pq.write_table(pa.table({"text": words(700, 2000)}), folder / "b.parquet", row_group_size=100)
     (folder / "c.txt").write_text("\n\n".join(words(500, 4000)))
     (folder / "d.jsonl").write_bytes(b"\n")
@@ -151,6 +154,56 @@ def test_a_connection_that_is_gone_for_good_is_one_sentence_and_the_same_command
     hub.requests.clear()
     assert everything(prepared(tmp_path / "c", source, save_every=10**9)) == whole
     assert not any(path.startswith("GET") and path.endswith("a.jsonl") for path in hub.requests)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize(("name", "shard"), [("own/json", "c.json.zst"), ("own/parquet", "b.parquet")])
+def test_a_shard_that_is_refused_half_way_is_the_same_sentence_until_it_is_granted(
+    tmp_path: Path, hub: HubServer, impatient: None, name: str, shard: str, status: int
+) -> None:
+    hub_source(hub)
+    source = Source(name)
+    whole = everything(prepared(tmp_path / "whole", source))
+    hub.fail(shard, status)
+    pattern = rf"{name} broke off after row \d+: .*{shard} could not be read: {status} .*the same command goes on"
+    first = _sentence(tmp_path / "c", source, save_every=10**9)
+    assert re.match(pattern, first)
+    assert "\n" not in first
+    assert _sentence(tmp_path / "c", source, save_every=10**9) == first
+    hub.faults.clear()
+    hub.requests.clear()
+    assert everything(prepared(tmp_path / "c", source, save_every=10**9)) == whole
+    assert not any(path.startswith("GET") and "/a." in path for path in hub.requests)
+
+
+def _sentence(cache: Path, source: Source, **changes: Any) -> str:
+    with pytest.raises(DexError) as caught:
+        prepared(cache, source, **changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["lines", "parquet"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), ConnectionError("Gone\nfor good")])
+def test_a_read_that_fails_breaks_off_whatever_the_format(tmp_path: Path, kind: Any, error: OSError) -> None:
+    class Failing(io.BytesIO):
+        """Its end, where a parquet file says what is in it, can be read."""
+
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(size) if self.tell() > 10_000 else self.fail()
+
+        def fail(self) -> bytes:
+            raise error
+
+        def __next__(self) -> bytes:
+            return self.fail()
+
+    raw = lines(words(700))
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": words(700)}), tmp_path / "a", row_group_size=100)
+        raw = (tmp_path / "a").read_bytes()
+    file = DataFile("a", "a", kind, lambda: Failing(raw))
+    with pytest.raises(BrokenOff, match=r"^a could not be read: (Input/output error|Gone)\.$"):
+        list(rows_of_files([file], ["text"], "file", Place()))
 
 
 CHILD = """
@@ -272,11 +325,65 @@ def test_a_full_disk_is_one_sentence_and_the_earlier_state_stays(
     assert everything(prepared(tmp_path / "c", source)) == whole
 
 
-def test_what_is_wrong_with_the_data_leaves_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(words(900)) + b"{\n" * 100)
-    with pytest.raises(DexError, match="100 of 1000 rows cannot be used"):
-        prepared(tmp_path / "c", Source(str(path)))
+# Faults that stay
+
+
+def _unusable_rows(folder: Path) -> Source:
+    (folder / "a.jsonl").write_bytes(lines(words(900)) + b"{\n" * 100)
+    return Source(str(folder))
+
+
+def _undecodable_text(folder: Path) -> Source:
+    (folder / "a.txt").write_bytes("\n\n".join(words(900)).encode() + b"\n\n\xff\n")
+    return Source(str(folder), documents="paragraph")
+
+
+def _damaged_parquet(folder: Path) -> Source:
+    path = folder / "a.parquet"
+    pq.write_table(pa.table({"text": words(900)}), path, row_group_size=110)
+    start = pq.ParquetFile(path).metadata.row_group(7).column(0).data_page_offset
+    raw = path.read_bytes()
+    path.write_bytes(raw[: start + 100] + bytes(200) + raw[start + 300 :])
+    return Source(str(folder))
+
+
+def _undecodable_parquet(folder: Path) -> Source:
+    texts = [text.encode() for text in words(900)]
+    broken = pa.array([*texts[:800], b"\xff", *texts[800:]], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": broken}), folder / "a.parquet", row_group_size=110)
+    return Source(str(folder))
+
+
+def _too_little(folder: Path) -> Source:
+    (folder / "a.jsonl").write_bytes(lines(words(900)))
+    return Source(str(folder))
+
+
+STAYING: list[tuple[Callable[[Path], Source], str, int]] = [
+    (_unusable_rows, "100 of 1000 rows cannot be used", 16),
+    (_undecodable_text, r"line 1801: byte \d+ of the file is not UTF-8", 16),
+    (_damaged_parquet, r"cannot be read as parquet \(after row 770\)", 16),
+    (_undecodable_parquet, "row 801: byte 0 of 'text' is not UTF-8", 16),
+    (_too_little, "too few for one block", 10**6),
+]
+
+
+@pytest.mark.parametrize(("make", "reason", "block"), STAYING)
+def test_what_is_wrong_for_good_is_said_in_the_same_words_whatever_was_saved(
+    tmp_path: Path, make: Callable[[Path], Source], reason: str, block: int
+) -> None:
+    (tmp_path / "files").mkdir()
+    source = make(tmp_path / "files")
+    first = _sentence(tmp_path / "without", source, save_every=10**9, block=block)
+    assert re.search(reason, first)
+    for save_every in (50_000, 5_000, 5_000):  # more and more is done before
+        assert _sentence(tmp_path / "with", source, save_every=save_every, block=block) == first
+        assert list((tmp_path / "with").glob(f".*.partial/{STATE}"))
+
+
+def test_a_failure_without_a_state_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    assert _sentence(tmp_path / "c", _unusable_rows(tmp_path / "files"), save_every=10**9)
     assert not [each for each in (tmp_path / "c").iterdir() if each.is_dir()]
 
 

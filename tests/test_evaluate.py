@@ -146,6 +146,13 @@ def test_processes_share_the_work_and_all_get_the_same_losses(tmp_path: Path) ->
         assert first[name]["calls"] == -(-alone.calls // 2)
 
 
+def test_a_process_that_has_joined_no_other_computes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = held_out_losses(tiny_model("llama"), blocks(9, 5, 9), 1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert held_out_losses(tiny_model("llama"), blocks(9, 5, 9), 1) == reference
+
+
 def test_only_targets_count(tmp_path: Path) -> None:
     model = tiny_model("llama")
     (whole,) = blocks(20)

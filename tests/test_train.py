@@ -88,15 +88,24 @@ def test_a_run_writes_its_recipe_plan_log_adapter_and_result(tmp_path: Path) -> 
     assert (run / "adapter" / "chat_template.jinja").exists()
 
 
-def test_frozen_tensors_are_bit_identical_and_the_trained_set_is_the_declared_one(tmp_path: Path) -> None:
-    from dex.adapter import load_adapter
+def test_frozen_tensors_are_bit_identical_and_the_trained_set_is_the_declared_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the model in the run's own memory, before and after."""
+    from dex import trainer as module
 
+    seen: dict[str, Any] = {}
+
+    class Observed(module.DexTrainer):
+        def run(self) -> None:
+            seen["before"] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            super().run()
+            seen["after"] = dict(self.model.named_parameters())
+
+    monkeypatch.setattr("dex.train.DexTrainer", Observed)
     train(recipe(tmp_path, family="qwen2"))
-    before = load_model(str(tmp_path / "qwen2")).model.state_dict()
-    attached = load_adapter(str(tmp_path / "run" / "adapter"))[0]
-    for name, tensor in attached.get_base_model().state_dict().items():
-        if ".dex_" not in name:
-            assert torch.equal(tensor, before[name.replace(".base_layer", "")]), name
+    moved = {name for name, p in seen["after"].items() if not torch.equal(p, seen["before"][name])}
+    assert moved == {name for name in seen["after"] if ".dex_" in name}
     kinds = {".".join(name.split(".")[-2:]) for name in adapter(tmp_path / "run")}
     copies = {f"{p}.dex_{part}" for p in ("k_proj", "v_proj") for part in ("weight", "bias", "step")}
     assert kinds == copies | {f"o_proj.dex_{part}" for part in ("weight", "step", "w_d", "lam")}
@@ -286,9 +295,15 @@ def test_force_deletes_nothing_before_everything_fits_and_only_what_a_run_wrote(
     assert "seed: 5" in (tmp_path / "run" / "recipe.yaml").read_text()
 
 
-def test_how_often_a_run_saves_may_change_when_it_goes_on(tmp_path: Path) -> None:
+def test_how_often_a_run_saves_and_logs_may_change_when_it_goes_on(tmp_path: Path) -> None:
     first = train(recipe(tmp_path))
-    assert train(recipe(tmp_path, **{"run.save_every": 512, "run.keep_last": 3})) == first
+    changes = {"run.save_every": 384, "run.log_every": 256, "run.keep_last": 3, "run.micro_batch": 1}
+    assert train(recipe(tmp_path, **changes)) == first
+    keep_only_checkpoint(tmp_path / "run", 4)
+    train(recipe(tmp_path, **changes))
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert [entry["step"] for entry in log(tmp_path / "run") if "loss" in entry] == [1, 2, 3, 4, 6, 8]
 
 
 def test_an_inert_branch_is_said_in_log_result_and_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -431,6 +446,88 @@ def test_a_full_disk_is_one_sentence_and_earlier_checkpoints_stay(tmp_path: Path
     assert again.returncode == 0, again.stderr
 
 
+def test_a_disk_that_fills_up_later_leaves_the_earlier_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    train(recipe(tmp_path))
+    expected = adapter(tmp_path / "run")
+    keep_only_checkpoint(tmp_path / "run", 4)
+    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-4"
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    (tmp_path / "recipe.yaml").write_text(recipe(tmp_path).to_yaml())
+    limited = f"ulimit -f 200; exec {' '.join(command(tmp_path))}"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"{checkpoint} is whole. Make room and run the same command to go on" in done.stderr
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+    train(recipe(tmp_path))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+
+
+def test_a_log_that_cannot_be_written_stops_the_run_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    from dex.watch import Watch
+
+    write = Watch.write
+
+    def full(self: Watch, entry: dict[str, Any]) -> None:
+        with pytest.MonkeyPatch.context() as disk:
+            if entry["step"] == 5:
+                disk.setattr(Path, "open", fails)
+            write(self, entry)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Watch, "write", full)
+    with pytest.raises(DexError, match=r"log\.jsonl could not be written: No space left on device; the checkpoints"):
+        train(recipe(tmp_path))
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-4").exists()
+
+
+def test_a_run_that_is_told_to_stop_in_the_middle_of_an_update_saves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dex.trainer import DexTrainer
+
+    whole = train(recipe(tmp_path, "whole", **{"run.micro_batch": 1}))
+    compute, calls = DexTrainer.compute_loss, []
+
+    def told_to_stop(self: DexTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 10:  # of 4 a step: in the middle of the third
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # a scheduler's and a launcher's
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(DexTrainer, "compute_loss", told_to_stop)
+    stopped = train(recipe(tmp_path, **{"run.micro_batch": 1}))
+    assert (stopped["stopped"], stopped["step"], len(calls)) == ("terminated", 2, 10)
+    monkeypatch.undo()
+    monkeypatch.setenv("DEX_CACHE", str(tmp_path / "cache"))
+    assert train(recipe(tmp_path, **{"run.micro_batch": 1}))["held_out_loss"] == whole["held_out_loss"]
+    expected = adapter(tmp_path / "whole")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+
+
+def test_a_run_goes_on_with_the_commits_that_it_began_with(tmp_path: Path, hub: Any) -> None:
+    write_tiny(tmp_path / "hubbase", "llama")
+    rows = (recipe(tmp_path), (tmp_path / "data.jsonl").read_bytes())[1]
+    began = hub.add_model("org/base", tmp_path / "hubbase")
+    hub.add_dataset("org/text", {"data.jsonl": rows})
+    one = recipe(tmp_path, **{"model.id": "org/base", "data.train.0.source": "org/text"})
+    result = train(one)
+    keep_only_checkpoint(tmp_path / "run", 4)
+    write_tiny(tmp_path / "moved", "llama", seed=3)
+    hub.add_model("org/base", tmp_path / "moved")
+    hub.add_dataset("org/text", {"data.jsonl": rows + b'{"text": "one more row"}\n'})
+    again = train(one)
+    assert again["held_out_loss"] == result["held_out_loss"]
+    assert again["model"]["commit"] == began
+
+
 def test_sigterm_saves_a_checkpoint_and_exits_0_with_the_command_to_go_on(tmp_path: Path) -> None:
     process = start(tmp_path, **{**LONG, "run.save_every": 51_200})
     run = tmp_path / "run"
@@ -518,14 +615,14 @@ def test_a_dry_run_goes_as_far_as_the_first_loss_and_writes_nothing(tmp_path: Pa
     from dex.dry_run import describe, dry_run
 
     one = recipe(tmp_path)
-    seen = dry_run(one)
+    seen, made = dry_run(one)
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()
     result = train(one)
     assert seen["trained_parameters"] == result["trained_parameters"]
     assert seen["plan"]["trainable"] == result["trained_parameters"]
     assert 8 < seen["loss_of_one_block"] < 16
-    assert "would train" in describe(one, seen)
+    assert "would train" in describe(one, seen, made)
     with pytest.raises(DexError, match=r"columns there are text"):
         dry_run(recipe(tmp_path, "run2", **{"data.train.0.column": "txt"}))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from dex.data.json_array import array_values, holds_array
 from dex.errors import DexError
@@ -81,7 +81,7 @@ def rows_of_files(
                 found, read = True, read + 1
                 yield row, Place(index, row.number, read)
         except OSError as error:
-            raise BrokenOff(f"{file.label} could not be read: {error.strerror or error}.") from error
+            raise BrokenOff(f"{file.label} could not be read: {error.strerror or first_line(error)}.") from error
         if not found:
             read += 1
             yield Row(file.name, Fault("empty file"), 0), Place(index + 1, 0, read)
@@ -90,8 +90,9 @@ def rows_of_files(
 def file_rows(file: DataFile, columns: Sequence[str], documents: str, skip: int = 0) -> Iterator[Row]:
     """Yield the rows of a file that come after row number `skip`. Blank lines are not rows.
 
-    A row's value is that of the first of `columns` that is there. Raises DexError for bytes that are not UTF-8,
-    for an unreadable parquet file, a JSON array that breaks off, and for a parquet file without the column.
+    A row's value is that of the first of `columns` that is there. Raises DexError for text, a JSON array or a parquet
+    column that is not UTF-8, a damaged parquet file, a JSON array that breaks off, and for a parquet file without the
+    column. What the system or the connection says while the file is read (OSError) is passed on.
     """
     if file.kind == "parquet":
         return _parquet_rows(file, columns, skip)
@@ -105,18 +106,23 @@ def missing_column(columns: Sequence[str], there: Sequence[str]) -> Fault:
     return Fault(f"no column {wanted}", f"the columns there are {', '.join(there) or 'none'}; name one with `column`")
 
 
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
 def _whole_file(file: DataFile, skip: int) -> Iterator[Row]:
     if skip:
         return
     with file.open() as opened:
         raw = opened.read()
     if raw:
-        yield Row(file.name, _decoded(raw, file, 0), 1)
+        yield Row(file.name, _text(_decoded(raw, 0), file.label), 1)
 
 
 def _single_lines(file: DataFile, skip: int) -> Iterator[Row]:
     with file.open() as opened:
-        for number, line in _lines(opened, file, skip):
+        for number, line in _text_lines(opened, file, skip):
             if line.strip():
                 yield Row(f"{file.name} line {number}", line, number)
 
@@ -124,7 +130,7 @@ def _single_lines(file: DataFile, skip: int) -> Iterator[Row]:
 def _paragraphs(file: DataFile, skip: int) -> Iterator[Row]:
     start, lines = 0, list[str]()
     with file.open() as opened:
-        for number, line in _lines(opened, file, skip):
+        for number, line in _text_lines(opened, file, skip):
             if line.strip():
                 start = start if lines else number
                 lines.append(line)
@@ -142,8 +148,10 @@ def _json_rows(file: DataFile, columns: Sequence[str], skip: int) -> Iterator[Ro
                 if number > skip:
                     yield Row(f"{file.name} row {number}", _column(value, columns), number)
             return
-        for number, line in _lines(opened, file, skip):
-            if line.strip():
+        for number, line in _lines(opened, skip):
+            if isinstance(line, Fault):
+                yield Row(f"{file.name} row {number}", line, number)
+            elif line.strip():
                 yield Row(f"{file.name} row {number}", _json_value(line, columns), number)
 
 
@@ -162,25 +170,36 @@ def _column(row: object, columns: Sequence[str]) -> object:
     return missing_column(columns, list(row)) if column is None else row[column]
 
 
-def _lines(opened: IO[bytes], file: DataFile, skip: int) -> Iterator[tuple[int, str]]:
+def _text_lines(opened: IO[bytes], file: DataFile, skip: int) -> Iterator[tuple[int, str]]:
+    for number, line in _lines(opened, skip):
+        yield number, _text(line, f"{file.label}, line {number}")
+
+
+def _text(decoded: str | Fault, where: str) -> str:
+    """The text. Raises DexError if it is none: a text file is not skipped over."""
+    if isinstance(decoded, Fault):
+        raise DexError(f"{where}: {decoded.detail} is {decoded.reason}; convert the file to UTF-8.")
+    return decoded
+
+
+def _lines(opened: IO[bytes], skip: int) -> Iterator[tuple[int, str | Fault]]:
     """(number from 1, line without its end) of a UTF-8 file after line `skip`, one line in memory at a time."""
     offset = 0
     for number, raw in enumerate(opened, start=1):
         if number > skip:
-            text = _decoded(raw, file, offset, f", line {number}")
-            yield number, text.removesuffix("\n").removesuffix("\r")
+            text = _decoded(raw, offset)
+            yield number, text if isinstance(text, Fault) else text.removesuffix("\n").removesuffix("\r")
         offset += len(raw)
 
 
-def _decoded(raw: bytes, file: DataFile, offset: int, where: str = "") -> str:
+def _decoded(raw: bytes, offset: int) -> str | Fault:
     """UTF-8 bytes that begin at `offset` of the file, as text; the file's byte-order mark is left out."""
     if offset == 0 and raw.startswith(codecs.BOM_UTF8):
         raw, offset = raw[len(codecs.BOM_UTF8) :], len(codecs.BOM_UTF8)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        byte = offset + error.start
-        raise DexError(f"{file.label}{where}: byte {byte} is not UTF-8; convert the file to UTF-8.") from error
+        return Fault("not UTF-8", f"byte {offset + error.start} of the file")
 
 
 def _parquet_rows(file: DataFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
@@ -196,7 +215,7 @@ def _parquet_rows(file: DataFile, columns: Sequence[str], skip: int) -> Iterator
                 fault = missing_column(columns, there)
                 raise DexError(f"{file.label}: {fault.reason}; {fault.detail}.")
             number, groups = _row_groups_after(parquet.metadata, skip)
-            for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, row_groups=groups, columns=[column]):
+            for batch in _batches(parquet, groups, column):
                 for value in batch.column(0):
                     number += 1
                     if number > skip:
@@ -204,8 +223,22 @@ def _parquet_rows(file: DataFile, columns: Sequence[str], skip: int) -> Iterator
     except UnicodeDecodeError as error:
         raise DexError(f"{file.label} row {number}: byte {error.start} of {column!r} is not UTF-8.") from error
     except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise DexError(f"{file.label} cannot be read as parquet (after row {number}): {reason}.") from error
+        if not _says_damaged(error):
+            raise
+        raise DexError(
+            f"{file.label} cannot be read as parquet (after row {number}): {first_line(error)}."
+        ) from error
+
+
+def _batches(parquet: Any, groups: Iterable[int], column: str) -> Iterator[Any]:
+    """Each row group by itself: a batch over several of them would depend on the row at which reading began."""
+    for group in groups:
+        yield from parquet.iter_batches(batch_size=PARQUET_ROWS, row_groups=[group], columns=[column])
+
+
+def _says_damaged(error: Exception) -> bool:
+    """Is it pyarrow's word on the file's content? It has an OSError for that too, a plain one, without a number."""
+    return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)
 
 
 def _row_groups_after(metadata: object, skip: int) -> tuple[int, list[int]]:

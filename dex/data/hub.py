@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from dex.data.files import BrokenOff, DataFile, Kind, Place, Row, missing_column, rows_of_files
+from dex.data.files import BrokenOff, DataFile, Kind, Place, Row, first_line, missing_column, rows_of_files
 from dex.errors import DexError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def rows(source: Source, columns: Sequence[str], place: Place = Place()) -> Iter
     except DexError:
         raise
     except Exception as error:
-        raise BrokenOff(f"{source.source} cannot be read after row {number}: {_first_line(error)}.") from error
+        raise BrokenOff(f"{source.source} cannot be read after row {number}: {first_line(error)}.") from error
 
 
 def _builder(source: Source) -> Any:
@@ -174,7 +174,7 @@ def _patiently(action: Callable[[], T]) -> T:
             if not _may_pass(error):
                 raise
             if tried == RETRIES:
-                raise BrokenOff(f"the connection failed for good ({_first_line(error)}).") from error
+                raise BrokenOff(f"the connection failed for good ({first_line(error)}).") from error
         time.sleep(RETRY_SECONDS)
     raise AssertionError
 
@@ -232,11 +232,6 @@ def _explained(source: Source, error: Exception) -> DexError:
         # datasets' own words: a revision, configuration or split that is not there (and those that are), or gated
         return DexError(f"{name}: {' '.join(str(error).split()).rstrip('.')}.")
     return BrokenOff(
-        f"{name} is no local path and could not be read from the Hub ({_first_line(error)}); check the name and the "
+        f"{name} is no local path and could not be read from the Hub ({first_line(error)}); check the name and the "
         "network."
     )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from dex.data.sources import Source, identity, pin
 from dex.data.state import has_state, load_state, remove_state, save_state
 from dex.data.tokens import Piece, eos_token_id, tokenizer_identity
 from dex.errors import DexError
+from dex.output import put_in_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -231,37 +231,20 @@ def _open(folder: Path, reused: bool) -> Prepared | None:
 def resumable_folder(path: Path) -> Iterator[Path]:
     """Yield a hidden folder beside `path`, with what an earlier call left in it; on success it is renamed to `path`.
 
-    It stays if the work broke off (BrokenOff), or was stopped or had no more room after a state was saved in it;
-    what was wrong with data or settings takes it away.
+    Whatever ended the work, the folder stays if a state was saved in it, and otherwise goes.
     """
     partial = path.parent / f".{path.name}.partial"
-    keep = False
     try:
         partial.mkdir(parents=True, exist_ok=True)
         yield partial
-        _into_place(partial, path)
+        put_in_place(partial, path)
         remove_state(path)
     except OSError as error:
-        keep = has_state(partial)
-        kept = "; what was prepared is kept: make room, and the same command goes on" if keep else ""
+        kept = "; what was prepared is kept: make room, and the same command goes on" if has_state(partial) else ""
         raise DexError(f"{path} could not be written: {error.strerror or error}{kept}.") from error
-    except DexError as error:
-        keep = isinstance(error, BrokenOff) and has_state(partial)
-        raise
-    except BaseException:
-        keep = has_state(partial)
-        raise
     finally:
-        if not keep:
+        if not has_state(partial):
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _into_place(partial: Path, path: Path) -> None:
-    for file in partial.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    shutil.rmtree(path, ignore_errors=True)  # a damaged result
-    partial.rename(path)
 
 
 @contextmanager

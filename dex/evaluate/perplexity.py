@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from dex.console import Bar
 from dex.data import HeldOut, HeldOutBlock
 from dex.evaluate.paired import Interval, mean_loss, paired_difference, perplexity
 from dex.loss import token_losses
+from dex.processes import gather, is_first, rank
 
 
 @dataclass(frozen=True)
@@ -38,26 +39,28 @@ def held_out_losses(
     """The mean loss of every held-out block's targets, in the order of the blocks.
 
     Blocks of one length go together, so no batch is padded and a loss does not depend on the batch size, nor on the
-    number of processes. If torch.distributed is initialised, every process calls this with the same blocks.
+    number of processes. Processes that have joined all call this with the same blocks.
     """
     was_training = model.training
     model.eval()
     batches = list(_batches_of_one_length([len(block.input_ids) for block in blocks], batch_size))
-    rank, world = _rank_and_world()
+    ranks = gather(rank())  # this one alone, where a launcher has started several that have not joined
+    own, world = ranks.index(rank()), len(ranks)
     total, done = sum(len(block.input_ids) for block in blocks), 0
     losses: dict[int, BlockLoss] = {}
-    with Bar(what, total, "tokens") if rank == 0 else nullcontext() as bar:
+    with Bar(what, total, "tokens") if is_first() else nullcontext() as bar:
         # In a round each process takes a batch. All make the same number of forward passes, since those of a sharded
         # model wait for each other: who finds none left repeats the last one.
         for start in range(0, len(batches), world):
             together = batches[start : start + world]
-            batch = together[min(rank, len(together) - 1)]
+            batch = together[min(own, len(together) - 1)]
             losses |= zip(batch, _losses_of_batch(model, [blocks[i] for i in batch]), strict=True)
             done += sum(len(blocks[i].input_ids) for each in together for i in each)
             if bar is not None:
                 bar.update(done)
     model.train(was_training)
-    losses = _of_all_processes(losses, world)
+    for each in reversed(gather(losses)):  # of a batch that was repeated, the first process's counts
+        losses |= each
     return [losses[i] for i in range(len(blocks))]
 
 
@@ -69,21 +72,6 @@ def _losses_of_batch(model: nn.Module, blocks: Blocks) -> list[BlockLoss]:
         of_targets = row[block.targets[1:].to(row.device)]
         losses.append(BlockLoss(block.document, of_targets.numel(), of_targets.double().mean().item()))
     return losses
-
-
-def _rank_and_world() -> tuple[int, int]:
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
-
-
-def _of_all_processes(losses: dict[int, BlockLoss], world: int) -> dict[int, BlockLoss]:
-    """The losses by block, of every process."""
-    if world == 1:
-        return losses
-    gathered: list[Any] = [None] * world
-    distributed.all_gather_object(gathered, losses)
-    return {index: loss for each in reversed(gathered) for index, loss in each.items()}
 
 
 def _batches_of_one_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:

@@ -70,8 +70,16 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def build(cls: type[PreTrainedModel], config: PretrainedConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
-    """A model of this class with exactly these weights, in their dtype, in eval mode."""
-    dtype = next(iter(weights.values())).dtype
+    """A model of this class with exactly these weights, in their dtype, in eval mode.
+
+    Of weights on the meta device, which are but shapes, the model on the meta device.
+    """
+    first = next(iter(weights.values()))
+    dtype = first.dtype
+    if first.is_meta:
+        with torch.device("meta"):
+            outline: PreTrainedModel = cls._from_config(config, dtype=dtype)
+        return outline.eval()
     with quiet():
         model, report = cls.from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True

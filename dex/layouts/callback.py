@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dex.layouts.modeling_diff_v1 import DiffV1Attention
-from dex.log_figures import LogFigures
+from dex.log_figures import LogFigures, whole
 
 
 class V1Callback(LogFigures):
@@ -22,7 +22,7 @@ class V1Callback(LogFigures):
 def v1_figures(model: nn.Module) -> dict[str, Any]:
     """λ per layer, and the share of the norm; {} for a model that is no DIFF V1."""
     layers = [module for module in model.modules() if isinstance(module, DiffV1Attention)]
-    figures: dict[str, Any] = {"lam": [layer.lam().item() for layer in layers]} if layers else {}
+    figures: dict[str, Any] = {"lam": [whole(layer.lam()).item() for layer in layers]} if layers else {}
     if layers and layers[0].config.head_norm == "anneal":
         figures["head_norm_share"] = layers[0].head_norm_share().item()
     return figures

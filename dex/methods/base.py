@@ -30,6 +30,9 @@ class Method(Block):
     result: ClassVar[Literal["adapter", "model"]] = "adapter"  # what the run's folder ends up with
     any_layout: ClassVar[bool] = False  # does it take DIFF models too
     in_place: ClassVar[bool] = False  # does it update the base's own weights
+    shards: ClassVar[tuple[str, ...]] = ("FSDP", "DEEPSPEED")  # what may spread it over processes, beside DDP
+    result_size: ClassVar[int] = 1  # of what is saved at the end, in sizes of what trains
+    plan_note: ClassVar[str | None] = None  # what `dex plan` leaves out
 
     def subject(self, recipe: Recipe, base: LoadedModel, plan: HeadPlan | None) -> Subject:
         """What is trained: an adapter on the base, or the base's own weights."""
@@ -38,6 +41,9 @@ class Method(Block):
     def problems(self, recipe: Recipe) -> Iterator[Problem]:
         """The settings that do not fit each other or the rest of the recipe."""
         yield from ()
+
+    def check_packages(self) -> None:
+        """Raise DexError for a package that the method needs and that is not installed, before any work is done."""
 
     def heads_to_choose(self) -> ScoredHeads | PlannedHeads | None:
         """The heads that the run has to choose, or read from a plan, before it begins; None: there are none."""

@@ -31,6 +31,7 @@ class DiffV1(Method):
     what: ClassVar[str] = "which lays the base out as DIFF V1 and trains its attention"
     result: ClassVar[Literal["adapter", "model"]] = "model"
     in_place: ClassVar[bool] = True
+    shards: ClassVar[tuple[str, ...]] = ("FSDP",)  # under ZeRO its annealing would not be counted
 
     name: Literal["diff-v1"] = "diff-v1"
     heads: Annotated[Heads, choice(Heads)] = "doubled"
@@ -58,9 +59,11 @@ def _text_to_fit_on(recipe: Recipe, base: LoadedModel) -> Tensor:
     """Training text that the scales of the heads are measured on, [N, T]; none for a model without weights."""
     import torch
 
-    from dex.data import Source, calibration
+    from dex.data import calibration
+    from dex.run_data import heaviest_source
 
     if base.model.device.type == "meta":
         return torch.empty(0, 1, dtype=torch.int64)
-    source = Source(**recipe.data.heaviest.model_dump())
-    return calibration(source, base.tokenizer, SEQUENCES, LENGTH, recipe.data.held_out).input_ids
+    return calibration(
+        heaviest_source(recipe.data), base.tokenizer, SEQUENCES, LENGTH, recipe.data.held_out
+    ).input_ids

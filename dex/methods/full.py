@@ -25,6 +25,7 @@ class Full(Method):
     result: ClassVar[Literal["adapter", "model"]] = "model"
     any_layout: ClassVar[bool] = True
     in_place: ClassVar[bool] = True
+    shards: ClassVar[tuple[str, ...]] = ("FSDP",)  # under ZeRO the annealing of a DIFF V1 would not be counted
 
     name: Literal["full"] = "full"
     train: Names = None

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class Pissa(Lora):
     what: ClassVar[str] = "which trains the principal low-rank part"
 
+    shards: ClassVar[tuple[str, ...]] = ()  # its start is taken off the whole adapter
+    result_size: ClassVar[int] = 2  # a LoRA of twice the rank
+
     name: Literal["pissa"] = "pissa"  # type: ignore[assignment]
     alpha: Annotated[float | None, number(null=True, above=0)] = None  # type: ignore[assignment]  # null: the rank
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dex.errors import DexError
 from dex.heads import HeadPlan, make_plan
-from dex.layouts import to_diff_v1, to_diff_v2
 from dex.methods.dex import PlannedHeads
-from dex.models import ANY, EMBEDDED, SUPPORTED, LoadedModel, ModelSource, fingerprint, load_outline
+from dex.models import ANY, EMBEDDED, NOT_QUANTISED, SUPPORTED, LoadedModel, ModelSource, load_outline
 from dex.recipe import Recipe
 from dex.subject import Subject
-
-WHOLE = ("k_proj", "v_proj", "o_proj", "lm_head")  # what model.quantise leaves as it is (dex.models)
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,9 @@ def outline(recipe: Recipe) -> Outline:
     model = on_meta(config, dtype, source)
     base_bytes = count(model) * own.itemsize
     base = LoadedModel(model, None, source)
-    plan = _head_plan(recipe, base)
-    with _without_weights(recipe):
+    plan = stand_in_plan(recipe, base)
+    # A layout draws new tensors with a generator of the CPU, which tensors on meta do not take.
+    with torch.device("meta") if recipe.method.result == "adapter" else nullcontext():
         subject = recipe.method.subject(recipe, base, plan)
     trainable = sum(p.numel() for p in subject.model.parameters() if p.requires_grad)
     return Outline(source, config, subject, dtype, count(subject.model), trainable, base_bytes)
@@ -79,38 +77,20 @@ def count(model: nn.Module) -> int:
 def quantised(model: nn.Module) -> Iterator[nn.Linear]:
     """The projections that model.quantise quantises."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and set(name.split(".")).isdisjoint(WHOLE):
+        if isinstance(module, nn.Linear) and set(name.split(".")).isdisjoint(NOT_QUANTISED):
             yield module
 
 
-def _head_plan(recipe: Recipe, base: LoadedModel) -> HeadPlan | None:
-    """A plan of the right size: which heads are chosen changes neither parameters nor memory."""
-    heads, own = recipe.method.heads_to_choose(), fingerprint(base.model)
+def stand_in_plan(recipe: Recipe, base: LoadedModel) -> HeadPlan | None:
+    """A plan of the right size without scoring: which heads are chosen changes neither parameters nor memory."""
+    heads, own = recipe.method.heads_to_choose(), base.fingerprint
     if heads is None:
         return None
     if isinstance(heads, PlannedHeads):
         plan = HeadPlan.load(Path(heads.plan))
-        # The plan is checked against the model's shape alone: there are no weights that could be the wrong ones.
+        if base.model.device.type != "meta":
+            return plan
+        # Checked against the model's shape alone: there are no weights that could be the wrong ones.
         return plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": own})})
     criterion = heads.criterion if heads.criterion in ("all", "none") else "random"
     return make_plan(base.model, base.source.id, base.source.commit, own, criterion, heads.per_layer)
-
-
-@contextmanager
-def _without_weights(recipe: Recipe) -> Iterator[None]:
-    """New modules are made on the meta device; layouts get no weights loaded into them."""
-    originals = to_diff_v1.build, to_diff_v2.build
-    to_diff_v1.build = to_diff_v2.build = _build
-    try:
-        # A layout draws new tensors with a generator of the CPU, which tensors on meta do not take.
-        with torch.device("meta") if recipe.method.result == "adapter" else nullcontext():
-            yield
-    finally:
-        to_diff_v1.build, to_diff_v2.build = originals
-
-
-def _build(cls: type[PreTrainedModel], config: PretrainedConfig, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """`dex.layouts.body.build` without weights: what it would give, without memory behind it."""
-    with torch.device("meta"):
-        model: Any = cls._from_config(config, dtype=next(iter(weights.values())).dtype)
-    return model.eval()

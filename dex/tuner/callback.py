@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dex.layer import ANNEALED
-from dex.log_figures import LogFigures
+from dex.log_figures import LogFigures, whole
 from dex.tuner import annealing
 from dex.tuner.model import dex_layers, dex_outputs, set_anneal_steps
 from dex.tuner.projection import DexOutput
@@ -55,12 +54,7 @@ class BranchRatios:
 def lams(model: nn.Module, adapter: str = "default") -> list[float]:
     """λ(t) of every adapted layer at this moment; 0 for a layer without a branch."""
     with torch.no_grad():
-        return [_whole(o.lam(adapter)).item() if o.has_branch(adapter) else 0.0 for o in dex_outputs(model)]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that FSDP2 has sharded over the processes, put together again."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return [whole(o.lam(adapter)).item() if o.has_branch(adapter) else 0.0 for o in dex_outputs(model)]
 
 
 def branch_state(model: nn.Module, input_ids: Tensor) -> dict[str, Any] | None:

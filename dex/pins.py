@@ -1,0 +1,39 @@
+"""The commits of a run's model and data: what `main` was when it began, also when it goes on weeks later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from dex.data.sources import pin
+from dex.models import ANY, load_outline
+from dex.recipe import Recipe
+from dex.run_data import sources
+
+
+class Pins(NamedTuple):
+    model: str | None  # None: local
+    data: list[str | None]  # of every source
+
+
+def pins_of(recipe: Recipe, inputs: Path | None) -> Pins:
+    """Those of the run that `inputs` (its inputs.json) began with; of a new run, what the Hub answers now."""
+    if inputs is not None and inputs.exists():
+        try:
+            began = json.loads(inputs.read_text(encoding="utf-8"))
+            return Pins(began["model"]["commit"], began["data"]["revisions"])
+        except (ValueError, KeyError, TypeError):
+            pass  # `start_run` says what is wrong with the file
+    _, source = load_outline(recipe.model.id, recipe.model.revision, ANY)
+    return Pins(source.commit, [pin(each).revision for each in sources(recipe.data)])
+
+
+def pinned(recipe: Recipe, pins: Pins) -> Recipe:
+    """The recipe with every Hub id at its commit."""
+    model = recipe.model.model_copy(update={"revision": pins.model})
+    train = [
+        source.model_copy(update={"revision": revision})
+        for source, revision in zip(recipe.data.train, pins.data, strict=True)
+    ]
+    return recipe.model_copy(update={"model": model, "data": recipe.data.model_copy(update={"train": train})})
