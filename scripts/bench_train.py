@@ -3,9 +3,9 @@
     python scripts/bench_train.py [--only overhead|baselines] [--steps 10]
 
 overhead: a step of `dex train` (data, loss, clipping, AdamW, log, branch ratio, bar) against a bare loop of the same
-forward, backward and AdamW on the same blocks; the two alternate step by step in one process. baselines: every method
-of dex.methods, its step against that of K, V and O alone (alternating in one process), and the peak memory of a
-process of its own. Models have SmolLM2-135M's shape and random weights.
+forward, backward and AdamW, without clipping, on the same blocks; the two alternate step by step in one process.
+baselines: every method of dex.methods, its step against that of K, V and O alone (alternating in one process), and
+the peak memory of a process of its own, imports included. Models have SmolLM2-135M's shape and random weights.
 Run it on a machine that does nothing else.
 """
 
@@ -76,7 +76,6 @@ def random_blocks(folder: Path, blocks: int) -> Packed:
 
 def bare_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
     causal_lm_loss(model, **batch).backward()
-    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
     optimizer.step()
     optimizer.zero_grad()
 

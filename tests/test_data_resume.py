@@ -159,21 +159,27 @@ def test_a_connection_that_is_gone_for_good_is_one_sentence_and_the_same_command
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize(("name", "shard"), [("own/json", "c.json.zst"), ("own/parquet", "b.parquet")])
 def test_a_shard_that_is_refused_half_way_is_the_same_sentence_until_it_is_granted(
-    tmp_path: Path, hub: HubServer, impatient: None, name: str, shard: str, status: int
+    tmp_path: Path,
+    hub: HubServer,
+    impatient: None,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    shard: str,
+    status: int,
 ) -> None:
     hub_source(hub)
     source = Source(name)
     whole = everything(prepared(tmp_path / "whole", source))
     hub.fail(shard, status)
-    pattern = rf"{name} broke off after row \d+: .*{shard} could not be read: {status} .*the same command goes on"
+    pattern = rf"{name} broke off after row \d+: .*{shard} could not be read: .*{status} .*the same command goes on"
     first = _sentence(tmp_path / "c", source, save_every=10**9)
     assert re.match(pattern, first)
     assert "\n" not in first
     assert _sentence(tmp_path / "c", source, save_every=10**9) == first
     hub.faults.clear()
-    hub.requests.clear()
+    capsys.readouterr()
     assert everything(prepared(tmp_path / "c", source, save_every=10**9)) == whole
-    assert not any(path.startswith("GET") and "/a." in path for path in hub.requests)
+    assert "going on with preparing data after" in capsys.readouterr().err
 
 
 def _sentence(cache: Path, source: Source, **changes: Any) -> str:
@@ -343,7 +349,7 @@ def _damaged_parquet(folder: Path) -> Source:
     pq.write_table(pa.table({"text": words(900)}), path, row_group_size=110)
     start = pq.ParquetFile(path).metadata.row_group(7).column(0).data_page_offset
     raw = path.read_bytes()
-    path.write_bytes(raw[: start + 100] + bytes(200) + raw[start + 300 :])
+    path.write_bytes(raw[:start] + bytes(50) + raw[start + 50 :])
     return Source(str(folder))
 
 

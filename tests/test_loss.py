@@ -252,3 +252,19 @@ def test_token_losses_of_a_row_do_not_depend_on_its_neighbours() -> None:
 
 def test_token_losses_of_one_token_are_none() -> None:
     assert token_losses(tiny_model(), tokens(2, 1)).shape == (2, 0)
+
+
+def test_liger_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    from dex.errors import DexError
+    from dex.loss import refuse_without_liger
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else find(name))
+    with pytest.raises(DexError, match="pip install liger-kernel"):
+        refuse_without_liger()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DexError, match="needs a GPU"):
+        refuse_without_liger()

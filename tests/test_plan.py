@@ -25,6 +25,7 @@ from dex.plan import describe, plan, plan_model
 from dex.planning.outline import outline
 from dex.planning.tracker import Tracker
 from dex.recipe import Recipe
+from dex.run_data import POOL_TOKENS
 from dex.subject import Subject
 
 FAMILIES = ("llama", "llama-bias", "qwen2", "qwen3")  # llama-bias and qwen3 have tied embeddings
@@ -248,7 +249,7 @@ def test_kept_checkpoints_are_no_more_than_are_written(tmp_path: Path) -> None:
     once = plan(recipe_of(folder), "h100").files
     often = plan(recipe_of(folder, run={"save_every": 4 * BLOCK, "keep_last": 3}), "h100").files
     assert (once.checkpoints, often.checkpoints) == (once.checkpoint, 3 * once.checkpoint)
-    assert once.tokens == 5 * 40 * BLOCK
+    assert once.tokens == 5 * POOL_TOKENS  # of a single source there is a pool to draw from
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "diff-v1"])

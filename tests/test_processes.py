@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from test_train import keep_only_checkpoint, log, recipe
 
 from dex.errors import DexError
+from dex.methods import METHODS
 from dex.processes import SharedError, join
 from dex.train import train
-from dex.trainer import refuse_batches_that_do_not_divide
+from dex.trainer import refuse_batches_that_do_not_divide, refuse_sharding_of
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +132,29 @@ def test_sharding_that_accelerate_would_silently_leave_out_is_refused(
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SharedError, match="here is no GPU"):
         join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "dtype", "sentence"),
+    [
+        ("FSDP", "galore", "float32", "method.name galore cannot be spread by FSDP"),
+        ("DEEPSPEED", "full", "float32", "method.name full cannot be spread by DEEPSPEED"),
+        ("DEEPSPEED", "dex", "bfloat16", "DeepSpeed casts everything to one dtype"),
+    ],
+)
+def test_methods_that_sharding_would_change_are_refused(
+    kind: str, method: str, dtype: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_sharding_of(METHODS[method](), dtype)
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(DexError, match=sentence):
+        refuse_sharding_of(METHODS[method](), dtype)
+
+
+def test_several_gpus_and_one_process_are_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(DexError, match=r"8 GPUs and one process; start one process a GPU \(torchrun"):
+        train(recipe(tmp_path))
+    assert not (tmp_path / "run").exists()
