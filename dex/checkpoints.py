@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from transformers import TrainerState
 
 from dex.errors import DexError
 
@@ -60,7 +61,7 @@ def newest_checkpoint(folder: Path, steps: int, weights: Sequence[str], how: How
     _refuse_another_spread(newest, saved, how)
     _refuse_parts_missing(newest, (*weights, OPTIMIZER[saved.sharding]))
     try:
-        step = json.loads((newest / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+        step = TrainerState.load_from_json(str(newest / "trainer_state.json")).global_step
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(newest, f"trainer_state.json: {error}") from error
     if step != step_of(newest) or step > steps:
@@ -94,8 +95,9 @@ def _refuse_another_spread(checkpoint: Path, saved: How, now: How) -> None:
 
 def damaged(checkpoint: Path, reason: object) -> DexError:
     lines = str(reason).splitlines() or [type(reason).__name__]
+    first = lines[0].partition(". ")[0]  # torch adds advice for its programmers
     return DexError(
-        f"{checkpoint} is damaged ({lines[0]}); delete it and run the same command to go on from the checkpoint "
+        f"{checkpoint} is damaged ({first}); delete it and run the same command to go on from the checkpoint "
         "before it, or from the start."
     )
 
@@ -117,7 +119,10 @@ def keep_last(folder: Path, number: int) -> None:
 def drop_leftovers(folder: Path) -> None:
     """Delete what a kill left: a checkpoint half written, or half deleted."""
     for path in folder.glob(".*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 # --- random states: one for all processes, since none of them draws anything of its own ---------------------
@@ -131,8 +136,11 @@ def save_random_state(checkpoint: Path) -> None:
 
 
 def load_random_state(checkpoint: Path) -> None:
-    states = torch.load(checkpoint / RANDOM, weights_only=True)
-    random.setstate(states["python"])
-    torch.set_rng_state(states["cpu"])
+    try:
+        states = torch.load(checkpoint / RANDOM, weights_only=True)
+        random.setstate(states["python"])
+        torch.set_rng_state(states["cpu"])
+    except Exception as error:  # a file that is cut off makes torch raise anything
+        raise damaged(checkpoint, f"{RANDOM}: {error}") from error
     if torch.cuda.is_available() and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

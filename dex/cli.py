@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -423,7 +424,8 @@ def main() -> None:
     try:
         app(prog_name="dex")
     except SharedError:
-        sys.exit(1)  # the first process says why
+        time.sleep(2)  # the first process says why; a launcher stops it as soon as another one ends
+        sys.exit(1)
     except DexError as error:
         if as_json:
             print(json.dumps({"error": str(error)}, ensure_ascii=False))

@@ -326,6 +326,19 @@ def fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
+def content_hash(model: PreTrainedModel) -> str:
+    """A hash of the config and of every weight: the identity of a local folder, which has no commit."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_CONTENT}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+_NOT_CONTENT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "_attn_implementation")
+
+
 def _base_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters that the base has without an adapter, under the names they have without one."""
     for name, parameter in model.named_parameters():
@@ -565,6 +578,7 @@ def _read_weights(
     place: _Place, config: PretrainedConfig, dtype: str, attn_implementation: str | None, quantise: str | None
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"gguf_file": place.gguf_file} if place.gguf_file else {"use_safetensors": True}
+    _check_attention(attn_implementation)
     if quantise is not None:
         options["quantization_config"] = _quantisation(place, quantise, dtype)
     if attn_implementation is not None:
@@ -587,6 +601,21 @@ def _read_weights(
         _check_gguf_tensors(place, model)
         _remove_quantisation_mark(model)
     return model.eval()
+
+
+def _check_attention(name: str | None) -> None:
+    """Raise DexError for attention that cannot be had here."""
+    if name is not None and name.startswith("flash_attention") and not has_flash_attention(name):
+        raise DexError(f"model.attention {name} needs its package, flash-attn, and a GPU; leave it out for sdpa.")
+    if name == "flex_attention" and not torch.cuda.is_available():
+        raise DexError(
+            "model.attention flex_attention trains on a GPU only, and here is none; leave it out for sdpa."
+        )
+
+
+def has_flash_attention(name: str) -> bool:
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}[name]
+    return importlib.util.find_spec(package) is not None and torch.cuda.is_available()
 
 
 def _quantisation(place: _Place, quantise: str, dtype: str) -> BitsAndBytesConfig:

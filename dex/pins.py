@@ -23,8 +23,8 @@ def pins_of(recipe: Recipe, inputs: Path | None) -> Pins:
         try:
             began = json.loads(inputs.read_text(encoding="utf-8"))
             return Pins(began["model"]["commit"], began["data"]["revisions"])
-        except (ValueError, KeyError, TypeError):
-            pass  # `start_run` says what is wrong with the file
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # `check_inputs` says what is wrong with the file
     _, source = load_outline(recipe.model.id, recipe.model.revision, ANY)
     return Pins(source.commit, [pin(each).revision for each in sources(recipe.data)])
 

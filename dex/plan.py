@@ -138,6 +138,8 @@ def plan(recipe: Recipe, device: str | None = None, processes: int = 1, sharding
     accumulation = _accumulation(recipe, processes)
     if sharding not in SHARDINGS:
         raise DexError(f"sharding {sharding!r} is not known; choose one of {', '.join(SHARDINGS)}.")
+    if sharding != "none" and processes == 1:
+        raise DexError(f"sharding {sharding} is for several processes, and there is one; give --processes.")
     if device is not None and device not in (*GPUS, "cpu"):
         find_device(device, set())
     with quiet():

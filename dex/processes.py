@@ -24,11 +24,16 @@ class SharedError(DexError):
 
 
 def rank() -> int:
-    return _torch_distributed().get_rank() if _is_joined() else int(os.environ.get("RANK", "0"))
+    return _torch_distributed().get_rank() if _is_joined() else _of_launcher("RANK", 0)
 
 
 def world_size() -> int:
-    return _torch_distributed().get_world_size() if _is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
+    return _torch_distributed().get_world_size() if _is_joined() else _of_launcher("WORLD_SIZE", 1)
+
+
+def _of_launcher(name: str, alone: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else alone  # `join` refuses what is no number
 
 
 def _is_joined() -> bool:
@@ -46,12 +51,27 @@ def is_first() -> bool:
 
 def join() -> None:
     """Let the processes of this run find each other. Raises DexError if a launcher asked for what cannot be had."""
+    _check_environment()
     refuse_sharding_that_is_not_to_be_had()
     if world_size() == 1:
         return
     from accelerate import PartialState
 
     PartialState(cpu=not has_accelerator(), timeout=TIMEOUT)
+
+
+def _check_environment() -> None:
+    """What a launcher sets; without one, nothing of it."""
+    for name in ("RANK", "WORLD_SIZE"):
+        value = os.environ.get(name, "1")
+        if not value.isdecimal() or (name == "WORLD_SIZE" and int(value) < 1):
+            raise DexError(
+                f"The environment has {name}={value!r}, which no launcher sets; unset it, or use torchrun."
+            )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" not in os.environ:
+        raise DexError(
+            "The environment has WORLD_SIZE but no MASTER_ADDR; start dex train with torchrun, or unset it."
+        )
 
 
 def has_accelerator() -> bool:

@@ -11,6 +11,7 @@ not fit, both. Lengths are in tokens, not in steps or epochs.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,7 +106,7 @@ class Recipe(Block):
     method: Annotated[AnyMethod, BeforeValidator(read_method_name)] = Dex()
     data: Data
     run: Run
-    output: Annotated[str, text()]
+    output: Annotated[str, AfterValidator(os.path.expanduser), text()]
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Recipe:

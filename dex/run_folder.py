@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 
 from dex.errors import DexError
 from dex.heads import HeadPlan
@@ -32,7 +33,6 @@ from dex.output import refuse_file_above, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 
 CONTENT = (
-    "recipe.yaml",
     "inputs.json",
     "environment.json",
     "heads.json",
@@ -43,7 +43,7 @@ CONTENT = (
     "model",
     "held_out.json",
 )
-RESULT, INPUTS = "result.json", "inputs.json"
+RESULT, INPUTS, RECIPE = "result.json", "inputs.json", "recipe.yaml"
 
 # What a run may go on with although it changed: where it lies, and how often it speaks and saves.
 _FREE = "keep_last save_every eval_every log_every hours track micro_batch gradient_checkpointing"
@@ -59,12 +59,20 @@ def trained_folder(recipe: Recipe) -> Path:
 def used_alone(run: Path, locks: Path) -> Iterator[None]:
     """Keep a second `dex train` out of the run's folder. The lock goes with the process, however it ends."""
     name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
+    lock = FileLock(locks / f".run-{name}.lock", timeout=0)
     try:
         locks.mkdir(parents=True, exist_ok=True)
-        with FileLock(locks / f".run-{name}.lock", timeout=0):
-            yield
+        lock.acquire()
     except Timeout:
         raise DexError(f"Another dex train is using {run}; wait for it, or choose another output.") from None
+    except OSError as error:
+        raise DexError(
+            f"{locks} could not be written: {error.strerror or error}; set DEX_CACHE to a folder that can."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
@@ -73,39 +81,93 @@ def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
     Raises DexError for the folder of another run, unless `force`, and for a folder that is no run.
     """
     refuse_file_above(run)
-    saved = run / "recipe.yaml"
-    if run.exists() and not saved.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise DexError(f"{run} is not empty and is not a run of dex (no recipe.yaml); choose another output.")
+    saved = run / RECIPE
+    if _is_no_run(run):
+        raise DexError(
+            f"{run} is not empty and is not a run of dex (no {RECIPE}); put that back if it was one, or choose "
+            "another output."
+        )
     if force or not saved.exists():
         return None
-    _refuse_another_recipe(run, load_recipe(saved), recipe)
-    result = run / RESULT
-    trained = trained_folder(recipe) / ("config.json" if recipe.method.result == "model" else "adapter_config.json")
-    return _read(result) if all(file.exists() for file in (result, trained, run / "held_out.json")) else None
+    try:
+        before = load_recipe(saved)
+    except DexError as error:
+        raise DexError(f"{str(error).rstrip('.')}; put the run's own copy back, or pass --force.") from error
+    _refuse_another_recipe(run, before, recipe)
+    return _read_result(run, recipe)
+
+
+def _is_no_run(run: Path) -> bool:
+    try:
+        if not run.exists():
+            return False
+        inside = [path.name for path in run.iterdir() if not path.name.endswith(".partial")] if run.is_dir() else [""]
+    except OSError as error:
+        raise DexError(f"{run} cannot be the output: {error.strerror or error}.") from error
+    if "checkpoints" in inside and not (run / "checkpoints").is_dir():
+        return True
+    return bool(inside) and RECIPE not in inside
+
+
+def _read_result(run: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """What a finished run has to show; None if it has no result, or not what it made."""
+    path = run / RESULT
+    if not path.exists() or not (run / "held_out.json").exists() or not _is_whole(trained_folder(recipe)):
+        return None
+    result = _read(path)
+    if not {"method", "tokens", "held_out_loss", "held_out_perplexity", "branch"} <= result.keys():
+        raise _damaged(path, "it is not the result of a run")
+    return result
+
+
+def _is_whole(folder: Path) -> bool:
+    """Are the weights there, with all their bytes? (A safetensors header says how many.)"""
+    files = [file for file in folder.glob("*.safetensors") if not file.name.startswith(".")]
+    try:
+        for file in files:
+            with safe_open(file, "pt"):
+                pass
+    except (SafetensorError, OSError):
+        return False
+    return bool(files) and any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+
+
+def check_inputs(run: Path, inputs: dict[str, Any], force: bool) -> None:
+    """Raise DexError if a run that goes on would go on with something else than it began with."""
+    saved = run / INPUTS
+    if force:
+        return
+    if saved.exists():
+        try:
+            before = _read(saved)
+        except DexError as error:
+            raise DexError(
+                f"{saved} is damaged, so the run cannot go on exactly; put it back, or pass --force to begin again."
+            ) from error
+        _refuse_other_inputs(run, before, inputs)
+    elif (run / "checkpoints").exists():
+        raise DexError(f"{saved} is gone, so the run cannot go on exactly; pass --force to start it again.")
 
 
 def start_run(run: Path, recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan | None, force: bool) -> None:
-    """Write what the run begins with, once everything is there and fits; check it where the run goes on.
+    """Write what the run begins with, once everything is there and fits.
 
     `force` deletes the run that was there, and nothing else that lies in the folder.
     """
     if force:
         delete_run(run)
-    saved = run / INPUTS
-    if saved.exists():
-        _refuse_other_inputs(run, _read(saved), inputs)
-    elif (run / "checkpoints").exists():
-        raise DexError(f"{saved} is gone, so the run cannot go on exactly; pass --force to start it again.")
-    write_whole(run / "recipe.yaml", recipe.to_yaml())
+    write_whole(run / RECIPE, recipe.to_yaml())
     if plan is not None:
         plan.save(run / "heads.json", force=True)
-    write_json(saved, inputs)
+    write_json(run / INPUTS, inputs)
 
 
 def note_environment(run: Path, environment: dict[str, Any]) -> None:
     """Add what this start runs with to environment.json, which has one entry a start."""
     path = run / "environment.json"
-    starts = _read(path)["starts"] if path.exists() else []
+    starts = _read(path).get("starts") if path.exists() else []
+    if not isinstance(starts, list):
+        raise _damaged(path, "it holds no list of starts")
     write_json(
         path, {"starts": [*starts, {"started": datetime.now(UTC).isoformat(timespec="seconds"), **environment}]}
     )
@@ -117,19 +179,25 @@ def _read(path: Path) -> dict[str, Any]:
         if not value or not isinstance(value, dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:
-        raise DexError(
-            f"{path} is damaged ({error}); delete it, and run the same command to make it again."
-        ) from error
+        raise _damaged(path, error) from error
     return value
 
 
+def _damaged(path: Path, reason: object) -> DexError:
+    return DexError(f"{path} is damaged ({reason}); delete it, and run the same command to make it again.")
+
+
 def delete_run(run: Path) -> None:
-    for name in (*CONTENT, RESULT):
-        path = run / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    """Delete what a run wrote; its recipe, by which the folder is known as a run, last."""
+    try:
+        for name in (*reversed(CONTENT), RESULT, RECIPE):
+            path = run / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise DexError(f"{run} could not be deleted: {error.strerror or error}.") from error
 
 
 def _refuse_another_recipe(run: Path, before: Recipe, now: Recipe) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -113,7 +114,12 @@ class PrincipalAdapter(Adapter):
             return
         own = self.model.peft_config["default"]
         own.init_lora_weights, kind = True, own.init_lora_weights  # PEFT wants the start to be a plain LoRA
-        self.model.save_pretrained(self._start.name, save_embedding_layers=False)
+        try:
+            self.model.save_pretrained(self._start.name, save_embedding_layers=False)
+        except (OSError, SafetensorError) as error:
+            raise DexError(
+                f"PiSSA's start could not be written to {self._start.name}: {error}; make room."
+            ) from error
         own.init_lora_weights = kind
 
     def save(self, folder: Path, result: dict[str, Any], state: State = None) -> None:

@@ -6,6 +6,8 @@ finished. Under torchrun or accelerate launch the same recipe runs in many proce
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -23,13 +25,22 @@ from dex.evaluate.suite import interval
 from dex.heads import HeadPlan
 from dex.loss import refuse_without_liger
 from dex.methods.dex import PlannedHeads
-from dex.models import ANY, SUPPORTED, LoadedModel, load_model, use_chat_template
+from dex.models import ANY, SUPPORTED, LoadedModel, content_hash, load_model, use_chat_template
 from dex.output import refuse_output_over, write_json
 from dex.pins import pinned, pins_of
 from dex.processes import agree, any_of, gather, join, on_first, refuse_gpus_left_over, stop_all, world_size
 from dex.recipe import Recipe
 from dex.run_data import cache_dir, heaviest_source, held_out_blocks, prepare_data
-from dex.run_folder import INPUTS, differences, note_environment, open_run, start_run, trained_folder, used_alone
+from dex.run_folder import (
+    INPUTS,
+    check_inputs,
+    differences,
+    note_environment,
+    open_run,
+    start_run,
+    trained_folder,
+    used_alone,
+)
 from dex.subject import Subject
 from dex.tracking import check_trackers
 from dex.trainer import DexTrainer, refuse_batches_that_do_not_divide, refuse_sharding_of
@@ -81,8 +92,9 @@ def _train(recipe: Recipe, run: Path, force: bool, began: float) -> dict[str, An
     _say_passes(recipe, data)
     plan = on_first(lambda: _head_plan(run, recipe, base, force))
     set_seed(recipe.run.seed)  # W_D does not depend on what was drawn before
-    inputs = _inputs(recipe, base, data)
+    inputs = _inputs(recipe, base, data, plan)
     _refuse_different(inputs)
+    on_first(lambda: check_inputs(run, inputs, force))
     subject = agree(lambda: recipe.method.subject(recipe, base, plan))
     on_first(lambda: start_run(run, given, inputs, plan, force))
     _refuse_folder_of_one_machine(run)
@@ -108,10 +120,12 @@ def load_base(recipe: Recipe) -> LoadedModel:
     return base
 
 
-def _inputs(recipe: Recipe, base: LoadedModel, data: Prepared) -> dict[str, Any]:
+def _inputs(recipe: Recipe, base: LoadedModel, data: Prepared, plan: HeadPlan | None) -> dict[str, Any]:
     """What a run that goes on must find unchanged."""
+    content = None if base.source.commit else content_hash(base.model)
     return {
-        "model": {**base.source.to_dict(), "fingerprint": base.fingerprint},
+        "model": {**base.source.to_dict(), "fingerprint": base.fingerprint, "content": content},
+        "heads": hashlib.sha256(json.dumps(plan.heads).encode()).hexdigest()[:16] if plan else None,
         "data": {
             "revisions": [source.revision for source in recipe.data.train],
             "packed": data.packed.fingerprint,
@@ -166,7 +180,10 @@ def _head_plan(run: Path, recipe: Recipe, base: LoadedModel, force: bool) -> Hea
         return None
     saved = run / "heads.json"
     if saved.exists() and not force:
-        return HeadPlan.load(saved)
+        try:
+            return HeadPlan.load(saved)
+        except DexError as error:
+            raise DexError(f"{str(error).rstrip('.')}; put the run's own copy back, or pass --force.") from error
     if isinstance(heads, PlannedHeads):
         return HeadPlan.load(Path(heads.plan))
     choice = Choice(source=heaviest_source(recipe.data), held_out=recipe.data.held_out, **heads.model_dump())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -180,18 +181,27 @@ class DexTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """A checkpoint-N that is there is whole: it is renamed into place when everything is on the disk."""
         name = f"checkpoint-{self.state.global_step}"
+        self._refuse_weights_that_are_not_finite(model)
         problem: str | None = None
         try:
             super()._save_checkpoint(model, trial)
-        except (
-            DexError,
-            OSError,
-            SafetensorError,
-            RuntimeError,
-        ) as error:  # torch.save: a full disk is a RuntimeError
-            problem = getattr(error, "strerror", None) or str(error)
+        except (DexError, OSError, SafetensorError) as error:
+            problem = getattr(error, "strerror", None) or str(error) or repr(error)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in NOT_WRITTEN):
+                raise
+            problem = "the disk is full, or the file is larger than allowed"
         problem = next((each for each in gather(problem) if each), None)  # all have written, or know who has not
         on_first(lambda: self._put_in_place(name, problem))
+
+    def _refuse_weights_that_are_not_finite(self, model: torch.nn.Module) -> None:
+        trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+        own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in trained]
+        if any_of(not all(bool(tensor.isfinite().all()) for tensor in own)):
+            raise stop_all(
+                f"The weights after step {self.state.global_step} are not finite, and are not saved; "
+                f"{kept(self.checkpoints)}. Try a lower run.lr, with another output or --force."
+            )
 
     def _put_in_place(self, name: str, problem: str | None) -> None:
         saving = Path(self._get_output_dir(None))

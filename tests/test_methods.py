@@ -246,3 +246,20 @@ def test_dex_on_a_quantised_base_is_folded_into_the_whole_one_only_by_choice(tmp
     assert (certificate["passed"], certificate["trained_on"]) == (True, bits)
     kinds = {type(module).__name__ for module in load_adapter(adapter)[0].modules()}
     assert kinds & {"Linear4bit", "Linear8bitLt"}  # evaluated on what it was trained on
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("lora", {"method.targets": "[q_proj, nope]"}, "has 'nope', which no projection of this model is called"),
+        ("lora", {"method.targets": "[lm_head]"}, "has 'lm_head'"),
+        ("lora", {"method.targets": "[self_attn]"}, "has 'self_attn'"),
+        ("pissa", {"method.rank": 40}, "method.rank is 40, and k_proj has no more than 32"),
+    ],
+)
+def test_targets_and_ranks_that_the_model_has_not_are_refused_before_training(
+    tmp_path: Path, name: str, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(dex.DexError, match=sentence):
+        train(recipe_of(tmp_path, name, **settings))
+    assert not (tmp_path / "run").exists()

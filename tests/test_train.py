@@ -648,3 +648,60 @@ def test_frozen_weights_keep_no_activation_for_gradients_that_nobody_wants(tmp_p
     assert out.requires_grad
     for name, tensor in inputs.items():  # silu(gate) * up, the input of a frozen one, is kept in its factors only
         assert (tensor.data_ptr() in kept) == name.endswith("o_proj"), name
+
+
+def test_what_a_run_began_with_has_to_be_there_when_it_goes_on(tmp_path: Path) -> None:
+    train(recipe(tmp_path))
+    run, config = tmp_path / "run", tmp_path / "llama" / "config.json"
+    keep_only_checkpoint(run, 4)
+    kept, plan = config.read_text(), (run / "heads.json").read_text()
+    config.write_text(kept.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
+    assert config.read_text() != kept
+    with pytest.raises(DexError, match=r"began with model\.content"):
+        train(recipe(tmp_path))
+    config.write_text(kept)
+    heads = json.loads(plan)
+    heads["heads"][0] = [(head + 1) % 4 for head in heads["heads"][0]]
+    (run / "heads.json").write_text(json.dumps(heads))
+    with pytest.raises(DexError, match="began with heads"):
+        train(recipe(tmp_path))
+    (run / "heads.json").write_text(plan)
+    inputs = (run / "inputs.json").read_text()
+    (run / "inputs.json").write_text(inputs[:40])
+    with pytest.raises(DexError, match=r"inputs\.json is damaged, so the run cannot go on exactly; put it back"):
+        train(recipe(tmp_path))
+    (run / "inputs.json").write_text(inputs)
+    assert train(recipe(tmp_path))["steps"] == 8
+
+
+def test_a_folder_that_a_kill_left_at_the_first_moment_is_used_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".recipe.yaml.partial").write_text("model: {id")
+    assert train(recipe(tmp_path))["steps"] == 8
+
+
+def test_a_finished_run_whose_weights_are_cut_off_makes_them_again(tmp_path: Path) -> None:
+    train(recipe(tmp_path))
+    weights = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    expected = adapter(tmp_path / "run")
+    kept = weights.read_bytes()
+    weights.unlink()  # `expected` is mapped from it
+    weights.write_bytes(kept[:-100])
+    train(recipe(tmp_path))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    ruined = {"run.lr": 1e300, "run.warmup": 0, "run.tokens": 128, "run.save_every": 128}
+    with pytest.raises(DexError, match="weights after step 1 are not finite, and are not saved; there is no earlier"):
+        train(recipe(tmp_path, **ruined, method="{name: full}"))
+    assert not list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"{}"])
+def test_a_damaged_random_state_is_named_as_such(tmp_path: Path, content: bytes) -> None:
+    train(recipe(tmp_path))
+    keep_only_checkpoint(tmp_path / "run", 6)
+    (tmp_path / "run" / "checkpoints" / "checkpoint-6" / "rng_state.pth").write_bytes(content)
+    with pytest.raises(DexError, match=r"checkpoint-6 is damaged \(rng_state\.pth"):
+        train(recipe(tmp_path))

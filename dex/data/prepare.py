@@ -281,16 +281,16 @@ def _check_result(packed: dict[str, Any], kept: dict[str, Any], reports: list[di
     names = ", ".join(report["source"] for report in reports)
     documents = sum(report["documents"] for report in reports)
     finer = "use more data, or cut it finer (`documents: paragraph` for a .txt file)"
-    if share > 0 and kept["documents"] == 0:
-        raise DexError(
-            f"{names}: none of the {documents} documents read fell into the held-out part of {share:g}; {finer}, or "
-            "hold out a larger share (0 for none)."
-        )
     dropped = sum(report["too_long"]["dropped"] for report in reports)
     if documents == 0 and dropped:
         raise DexError(
             f"{names}: {dropped} documents are longer than a block of {packed['block']} and left out (too_long: "
             "drop), and none is left to train on; use longer blocks, or split or truncate them."
+        )
+    if share > 0 and kept["documents"] == 0:
+        raise DexError(
+            f"{names}: none of the {documents} documents read fell into the held-out part of {share:g}; {finer}, or "
+            "hold out a larger share."
         )
     if documents == 0:
         raise DexError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from dex.methods.lora import Lora
+from dex.methods.lora import Lora, check_targets
 from dex.settings import Problem, number
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Pissa(Lora):
     def subject(self, recipe: Recipe, base: LoadedModel, plan: HeadPlan | None) -> Subject:
         from dex.subject import PrincipalAdapter
 
+        check_targets(base.model, self.targets, self.rank)
         config = self.config(init_lora_weights="pissa")
         config.lora_alpha = self.rank if self.alpha is None else self.alpha
         return PrincipalAdapter(base, config)
