@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dex.errors import DexError
+from dex.layouts.registry import register_layouts
 from dex.models import attention_shape, quiet
 
 KEPT = (
@@ -58,7 +59,8 @@ def kept(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a configuration without any memory behind it: its modules and shapes."""
+    """The model of a configuration, a DIFF one too, without any memory behind it: its modules and shapes."""
+    register_layouts()
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
