@@ -11,6 +11,7 @@ import difflib
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -113,7 +114,8 @@ def describe(found: dict[str, Any]) -> str:
     table.add_section()
     for companion in found["companions"]:
         table.add_row(companion["name"], "", "", "", companion["about"])
-    console = Console(width=max(120, shutil.get_terminal_size((200, 24)).columns), highlight=False)
+    width = max(120, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 200  # in a file, a line a recipe
+    console = Console(width=width, highlight=False)
     with console.capture() as captured:
         console.print(table)
     lines = [line.rstrip() for line in captured.get().splitlines()]

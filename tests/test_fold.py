@@ -149,17 +149,22 @@ def test_a_quantised_base_is_refused_before_any_work(tmp_path: Path) -> None:
     assert not (tmp_path / "folded").exists()
 
 
-@pytest.mark.parametrize("fault", ["not an adapter", "lora", "truncated", "base is gone"])
+@pytest.mark.parametrize("fault", ["not an adapter", "another method", "truncated", "base is gone"])
 def test_what_cannot_be_folded_is_refused_in_one_sentence(tmp_path: Path, fault: str) -> None:
     adapter = trained_adapter(tmp_path)
     weights = adapter / "adapter_model.safetensors"
-    expected = {"not an adapter": "not an adapter", "lora": "LORA", "truncated": "cannot", "base is gone": "base"}
+    expected = {
+        "not an adapter": "not an adapter",
+        "another method": "IA3",
+        "truncated": "cannot",
+        "base is gone": "base",
+    }
     if fault == "not an adapter":
         (adapter / "adapter_config.json").unlink()
-    elif fault == "lora":
-        from peft import LoraConfig
+    elif fault == "another method":
+        from peft import IA3Config
 
-        LoraConfig(base_model_name_or_path="x").save_pretrained(adapter)
+        IA3Config(base_model_name_or_path="x").save_pretrained(adapter)
     elif fault == "truncated":
         weights.write_bytes(weights.read_bytes()[:-100])
     else:

@@ -130,6 +130,7 @@ def test_sharding_that_accelerate_would_silently_leave_out_is_refused(
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(SharedError, match="here is no GPU"):
         join()
 
