@@ -138,13 +138,15 @@ class DexTrainer(Trainer):
         found = [(self._blocks_of(micro), losses[micro].item()) for micro in wrong]
         blocks, loss = next((first for of_one in gather(found) for first in of_one), (None, None))
         step = self.state.global_step + 1
-        what = f"The loss of step {step} is {loss}" if blocks else f"The gradient of step {step} has the norm {norm}"
-        where = (
-            f"in the batch of blocks {', '.join(map(str, blocks))} of {self.order.packed.folder}" if blocks else ""
-        )
+        if blocks is not None:
+            what, where = f"The loss of step {step} is {loss}", f"in the batch of blocks {_listed(blocks)}"
+        else:
+            first = self.state.global_step * self.recipe.blocks_per_step
+            update = [self.order.block_index(item) for item in range(first, first + self.recipe.blocks_per_step)]
+            what, where = f"The gradient of step {step} has the norm {norm}", f"over the blocks {_listed(update)}"
         return stop_all(
-            f"{what}{', ' if where else ''}{where}; the run stopped before the update; {kept(self.checkpoints)}. Try "
-            "a lower run.lr, with another output or --force."
+            f"{what}, {where} of {self.order.packed.folder}; the run stopped before the update; "
+            f"{kept(self.checkpoints)}. Try a lower run.lr, with another output or --force."
         )
 
     def _blocks_of(self, micro: int) -> list[int]:

@@ -370,6 +370,25 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-4").exists()
 
 
+def test_a_gradient_that_is_not_finite_names_the_blocks_of_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dex.trainer import DexTrainer, Trainer
+
+    norms = iter([1.0, 1.0, float("inf")])
+    monkeypatch.setattr(Trainer, "_get_grad_norm", lambda *args, **kwargs: next(norms))
+    seen: list[DexTrainer] = []
+    run = DexTrainer.run
+    monkeypatch.setattr(DexTrainer, "run", lambda self: (seen.append(self), run(self)))
+    with pytest.raises(
+        DexError, match=r"gradient of step 3 has the norm inf, over the blocks ([\d, ]+) of"
+    ) as caught:
+        train(recipe(tmp_path))
+    blocks = [seen[0].order.block_index(item) for item in range(8, 12)]
+    assert f"over the blocks {', '.join(map(str, blocks))} of {seen[0].order.packed.folder};" in str(caught.value)
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").exists()
+
+
 def test_learning_rates_of_w_d_and_lambda_are_scaled(tmp_path: Path) -> None:
     scale = {"method.lr_scale.w_d": 10, "method.lr_scale.lam": 3, "run.tokens": 256, "run.save_every": 256}
     train(recipe(tmp_path, **scale))
