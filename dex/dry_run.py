@@ -35,7 +35,6 @@ def dry_run(recipe: Recipe, *, force: bool = False) -> tuple[dict[str, Any], Pla
     base = load_base(recipe)
     blocks = {source.source: _block(recipe, source, base) for source in sources(recipe.data)}
     subject = recipe.method.subject(recipe, base, stand_in_plan(recipe, base))
-    trained = sum(p.numel() for p in subject.model.parameters() if p.requires_grad)
     name, ids = next(iter(blocks.items()))
     say(f"one forward pass over a block of {name}")
     model, ids = subject.model.to(device()).eval(), ids[None].to(device())
@@ -49,7 +48,7 @@ def dry_run(recipe: Recipe, *, force: bool = False) -> tuple[dict[str, Any], Pla
         "finished": finished is not None,
         "sources": list(blocks),
         "loss_of_one_block": loss,
-        "trained_parameters": trained,
+        "trained_parameters": subject.trained_parameters,
         "plan": made.to_dict(),
     }
     return seen, made

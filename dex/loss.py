@@ -98,14 +98,11 @@ def causal_lm_loss(
     `model` may be wrapped (PEFT, DDP): its own forward is called. Raises ValueError for a
     head that is not a plain linear one.
     """
-    check_head(model)
 
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
         return cross_entropy(hidden, weight, labels, num_targets)
 
-    with head_computes(model, loss):
-        out: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
-    return out
+    return _computed_by_the_head(model, loss, input_ids, inputs)
 
 
 @torch.no_grad()
@@ -114,12 +111,18 @@ def token_losses(model: nn.Module, input_ids: Tensor, chunk_tokens: int | None =
 
     input_ids: [B, T]. The model's mode (train, eval) is left as it is.
     """
-    check_head(model)
 
     def losses(hidden: Tensor, weight: Tensor) -> Tensor:
         return _token_losses(hidden, weight, input_ids, chunk_tokens)
 
-    with head_computes(model, losses):
+    return _computed_by_the_head(model, losses, input_ids, inputs)
+
+
+def _computed_by_the_head(
+    model: nn.Module, compute: Callable[[Tensor, Tensor], Tensor], input_ids: Tensor, inputs: dict[str, Any]
+) -> Tensor:
+    check_head(model)
+    with head_computes(model, compute):
         out: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
     return out
 

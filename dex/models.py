@@ -332,7 +332,7 @@ def content_hash(model: PreTrainedModel) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
 

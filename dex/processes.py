@@ -145,15 +145,26 @@ def agree(work: Callable[[], T]) -> T:
         value = work()
     except DexError as error:
         failed = error
-    problem = next((each for each in gather(None if failed is None else str(failed)) if each), None)
+    problem = first_given(None if failed is None else str(failed))
     if problem is not None:
         raise stop_all(problem) from failed
     return value  # type: ignore[return-value]  # there is one where nothing failed
 
 
+def first_ahead(work: Callable[[], T]) -> T:
+    """Run on the first process, then on the others, who find what it left; each gets a value of its own."""
+    ahead = agree(lambda: work() if is_first() else None)
+    return agree(lambda: work() if ahead is None else ahead)
+
+
 def any_of(flag: bool) -> bool:
     """Is it so in any of the processes?"""
     return flag if world_size() == 1 else any(gather(flag))
+
+
+def first_given(value: T | None) -> T | None:
+    """The value of the first process that has one: of a reason to stop, say; None where none has."""
+    return next((each for each in gather(value) if each is not None), None)
 
 
 def gather(value: T) -> list[T]:

@@ -35,6 +35,10 @@ class Subject(ABC):
     base: LoadedModel
     checkpoint_files: Sequence[str]  # without which a checkpoint is not whole
 
+    @property
+    def trained_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
     @abstractmethod
     def parameter_groups(self, run: Run) -> list[dict[str, Any]]: ...
 

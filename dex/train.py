@@ -28,7 +28,17 @@ from dex.methods.dex import PlannedHeads
 from dex.models import ANY, SUPPORTED, LoadedModel, content_hash, load_model, use_chat_template
 from dex.output import refuse_output_over, write_json
 from dex.pins import pinned, pins_of
-from dex.processes import agree, any_of, gather, join, on_first, refuse_gpus_left_over, stop_all, world_size
+from dex.processes import (
+    agree,
+    any_of,
+    first_ahead,
+    gather,
+    join,
+    on_first,
+    refuse_gpus_left_over,
+    stop_all,
+    world_size,
+)
 from dex.recipe import Recipe
 from dex.run_data import cache_dir, heaviest_source, held_out_blocks, prepare_data
 from dex.run_folder import (
@@ -87,8 +97,7 @@ def _train(recipe: Recipe, run: Path, force: bool, began: float) -> dict[str, An
     given = recipe
     recipe = pinned(given, on_first(lambda: pins_of(given, None if force else run / INPUTS)))
     base = agree(lambda: load_base(recipe))
-    on_first(lambda: prepare(recipe, base))
-    data = agree(lambda: prepare(recipe, base))  # the cache of this machine
+    data = first_ahead(lambda: prepare(recipe, base))
     _say_passes(recipe, data)
     plan = on_first(lambda: _head_plan(run, recipe, base, force))
     set_seed(recipe.run.seed)  # W_D does not depend on what was drawn before
@@ -221,7 +230,7 @@ def _finish(recipe: Recipe, trainer: DexTrainer, data: Prepared, inputs: dict[st
         "held_out_perplexity": perplexity._asdict(),
         "branch": branch,
         "tokens_per_second": trainer.watch.tokens_per_second(),
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trained_parameters": subject.trained_parameters,
         "model": inputs["model"],
         "data": data.report,
         "environment": environment(),

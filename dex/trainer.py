@@ -40,7 +40,7 @@ from dex.processes import (
     SharedError,
     any_of,
     asked_for,
-    gather,
+    first_given,
     has_accelerator,
     is_first,
     on_first,
@@ -135,8 +135,8 @@ class DexTrainer(Trainer):
         return norm
 
     def _not_finite(self, losses: torch.Tensor, wrong: list[int], norm: float) -> DexError:
-        found = [(self._blocks_of(micro), losses[micro].item()) for micro in wrong]
-        blocks, loss = next((first for of_one in gather(found) for first in of_one), (None, None))
+        own = (self._blocks_of(wrong[0]), losses[wrong[0]].item()) if wrong else None
+        blocks, loss = first_given(own) or (None, None)
         step = self.state.global_step + 1
         if blocks is not None:
             what, where = f"The loss of step {step} is {loss}", f"in the batch of blocks {_listed(blocks)}"
@@ -193,7 +193,7 @@ class DexTrainer(Trainer):
             if not any(words in str(error) for words in NOT_WRITTEN):
                 raise
             problem = "the disk is full, or the file is larger than allowed"
-        problem = next((each for each in gather(problem) if each), None)  # all have written, or know who has not
+        problem = first_given(problem)  # all have written, or know who has not
         on_first(lambda: self._put_in_place(name, problem))
 
     def _refuse_weights_that_are_not_finite(self, model: torch.nn.Module) -> None:
@@ -272,7 +272,7 @@ def refuse_batches_that_do_not_divide(recipe: Recipe) -> None:
     """Raise DexError if the blocks of an update cannot be dealt evenly to the processes."""
     together = recipe.run.micro_batch * world_size()
     if recipe.blocks_per_step % together:
-        raise stop_all(
+        raise DexError(
             f"run.micro_batch {recipe.run.micro_batch} in {world_size()} processes does not divide the "
             f"{recipe.blocks_per_step} blocks of one update (run.batch_tokens {recipe.run.batch_tokens:_} / "
             f"data.block {recipe.data.block:_}); change one of them, or the number of processes."

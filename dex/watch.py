@@ -23,7 +23,7 @@ from dex.console import Bar, say
 from dex.data import HeldOutBlock
 from dex.evaluate.perplexity import held_out_losses, summarise
 from dex.output import write_whole
-from dex.processes import gather, is_first, stop_all
+from dex.processes import first_given, is_first, stop_all
 from dex.recipe import Recipe
 
 Reason = Literal["interrupted", "terminated", "out of time"]
@@ -106,14 +106,14 @@ class Watch(TrainerCallback):
 
     def _stop_together(self, control: TrainerControl, own_reason: Reason | None) -> None:
         """Nothing has moved since the last update, so the checkpoint is one of that."""
-        reason = next((each for each in gather(own_reason) if each), None)
+        reason: Reason | None = first_given(own_reason)
         if reason:
             self.stopped = reason
             control.should_save = control.should_training_stop = True
 
     def share_problems(self) -> None:
         """Raise, in all processes, what kept the first one from writing its log."""
-        problem = next((each for each in gather(self._problem) if each), None)
+        problem = first_given(self._problem)
         if problem:
             raise stop_all(f"{problem}; the checkpoints are whole. Make room and run the same command to go on.")
 

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import bench_layouts
 from bench_models import SMOLLM2, half_of_the_heads, llama
-from bench_timing import Step, alternate, figure, ratio
+from bench_timing import Step, alternate, figure, ratio, resident
 from dex.cli import quiet_libraries
 from dex.loss import causal_lm_loss, chunked_cross_entropy
 from dex.stats import attention_entropy, entropy
@@ -251,12 +249,6 @@ FIGURES: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
 # --- memory of a whole process ----------------------------------------------------------------------------
 
 
-def _peak() -> int:
-    """The most memory that this process had, in bytes. (getrusage would begin with its parent's.)"""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
-
-
 def _in_child(what: str, argument: str) -> float:
     command = [sys.executable, __file__, "--child", what, argument]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -267,16 +259,16 @@ def peak_memory(method: str) -> float:
     step = training_step(method, model_for(method), 8)
     step()
     step()
-    return _peak()
+    return resident()
 
 
 def scoring_memory(length: str) -> float:
     """Bytes by which scoring one layer's shape raises the peak of a process."""
     query, key = _one_layer(int(length))
     entropy(query[..., :64, :], key[..., :64, :], None, HEAD_DIM**-0.5)  # what the first call allocates for good
-    before = _peak()
+    before = resident()
     entropy(query, key, None, HEAD_DIM**-0.5)
-    return max(_peak() - before, 1)
+    return max(resident() - before, 1)
 
 
 def map_memory(length: str) -> float:
@@ -284,12 +276,12 @@ def map_memory(length: str) -> float:
     query, key = _one_layer(int(length))
     key = key.repeat_interleave(HEADS // KV_HEADS, 1)
     (query[..., :64, :] @ key[..., :64, :].transpose(-1, -2)).softmax(-1)
-    before = _peak()
+    before = resident()
     mask = torch.ones(int(length), int(length), dtype=torch.bool).triu(1)
     scores = (query @ key.transpose(-1, -2) * HEAD_DIM**-0.5).masked_fill_(mask, -torch.inf)
     p = scores.softmax(-1)
     -(p * p.clamp(min=1e-30).log()).sum(-1)
-    return _peak() - before
+    return resident() - before
 
 
 def _one_layer(length: int) -> tuple[Tensor, Tensor]:

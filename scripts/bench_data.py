@@ -20,7 +20,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from bench_timing import figure
+from bench_timing import figure, resident
 
 TOKENIZER = "smollm2-135m-instruct"
 TRAINING_SPEED = 140  # tokens/s of the demo's training on two cores
@@ -60,12 +60,7 @@ def prepare_in_this_process(text: Path) -> dict[str, Any]:
         result = prepare([Source(str(text))], tokenizer, 1024, 10**12, 0.1, Path(cache))
         seconds = time.perf_counter() - began
         tokens = len(result.packed) * result.packed.block
-    return {"tokens": tokens, "seconds": seconds, "peak": _peak_megabytes()}
-
-
-def _peak_megabytes() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
+    return {"tokens": tokens, "seconds": seconds, "peak": resident() / 2**20}
 
 
 def measure(megabytes: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_timing import figure
+from bench_timing import figure, resident
 
 # What glibc reads at its start.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
@@ -94,9 +94,9 @@ def measure(case: Case, method: str, folder: Path) -> int:
         write_config(small, Path(scratch))
         _updates(small, method, Path(scratch), 1)
     gc.collect()
-    before = _status("VmRSS")
+    before = resident("VmRSS")
     _updates(case, method, folder, 2)
-    return _status("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def _updates(case: Case, method: str, folder: Path, number: int) -> None:
@@ -134,12 +134,6 @@ def _update(model: Any, optimizer: Any, recipe: Any, case: Case) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.run.clip)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _status(key: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
 
 
 # --- The comparison ----------------------------------------------------------------------------------------

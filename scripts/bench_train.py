@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from bench_models import SMOLLM2, llama
-from bench_timing import Step, alternate, figure, ratio
+from bench_timing import Step, alternate, figure, ratio, resident
 from dex.cli import quiet_libraries
 from dex.data import Packed
 from dex.heads import make_plan
@@ -147,8 +146,7 @@ def peak_memory(method: str) -> int:
     step = step_of(method, 2)
     step()
     step()
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+    return resident()
 
 
 def baselines(steps: int) -> None:

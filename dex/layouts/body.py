@@ -58,11 +58,11 @@ def kept(config: PretrainedConfig) -> dict[str, Any]:
     return {key: getattr(config, key) for key in (*KEPT, "num_attention_heads", "num_key_value_heads", "head_dim")}
 
 
-def on_meta(config: PretrainedConfig) -> PreTrainedModel:
+def on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of a configuration, a DIFF one too, without any memory behind it: its modules and shapes."""
     register_layouts()
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:

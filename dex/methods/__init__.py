@@ -26,7 +26,8 @@ def _find() -> dict[str, type[Method]]:
     found: dict[str, type[Method]] = {}
     for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
         for value in vars(importlib.import_module(f"{__name__}.{module}")).values():
-            if isinstance(value, type) and issubclass(value, Method) and "name" in value.model_fields:
+            # A class that several share, and that names no method itself, is none.
+            if isinstance(value, type) and issubclass(value, Method) and "name" in vars(value)["__annotations__"]:
                 found[value.model_fields["name"].default] = value
     return dict(sorted(found.items()))
 

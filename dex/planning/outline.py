@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dex.errors import DexError
 from dex.heads import HeadPlan, make_plan
+from dex.layouts import body
 from dex.methods.dex import PlannedHeads
 from dex.models import ANY, EMBEDDED, NOT_QUANTISED, SUPPORTED, LoadedModel, ModelSource, load_outline
 from dex.recipe import Recipe
@@ -46,15 +46,13 @@ def outline(recipe: Recipe) -> Outline:
     # A layout draws new tensors with a generator of the CPU, which tensors on meta do not take.
     with torch.device("meta") if recipe.method.result == "adapter" else nullcontext():
         subject = recipe.method.subject(recipe, base, plan)
-    trainable = sum(p.numel() for p in subject.model.parameters() if p.requires_grad)
-    return Outline(source, config, subject, dtype, count(subject.model), trainable, base_bytes)
+    return Outline(source, config, subject, dtype, count(subject.model), subject.trained_parameters, base_bytes)
 
 
 def on_meta(config: PretrainedConfig, dtype: torch.dtype, source: ModelSource) -> PreTrainedModel:
     """The model of a config in this dtype, without memory behind it. Raises DexError where no model can be made."""
     try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = body.on_meta(config, dtype)
     except Exception as error:  # a wrong config can make the modeling code raise anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DexError(f"The config of {source.id} makes no model: {reason[0].rstrip('.:')}.") from error
