@@ -1,4 +1,4 @@
-"""Where text comes from: `pydoc`, files, folders and Hub data sets, read lazily as documents."""
+"""Where text comes from: embedded text, files, folders and Hub data sets, read lazily as documents."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dex.data import hub
 from dex.data.chat import ChatTemplate, Rendered, Span, clean
+from dex.data.embedded import EMBEDDED, texts
 from dex.data.files import SUFFIXES, Fault, Place, Row, local_file, rows_of_files
 from dex.errors import DexError
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 SKIPPED_SHARE = 0.05  # more than this share of unusable rows stops the run
 CHECK_EARLY = 1000  # rows after which the share is watched, so that an endless stream of faults stops too
-PYDOC = "pydoc"
 START = Place()
 
 
@@ -29,8 +29,8 @@ START = Place()
 class Source:
     """One data set and how to read it.
 
-    `source` is "pydoc", a .txt, .jsonl or .parquet file, a folder of those, or a Hub data set id. `column` is the
-    column that is read: by default "text", or of chat data "messages" or else "conversations". `split`, `name` (the
+    `source` is "pydoc" or "stdlib" (`dex.data.embedded`), a .txt, .jsonl or .parquet file, a folder of those, or a
+    Hub data set id. `column` is the column that is read: by default "text", or of chat data "messages" or else "conversations". `split`, `name` (the
     configuration) and `revision` belong to Hub data sets. `documents` says how a .txt file is cut: the whole file,
     blank-line-separated paragraphs, or lines. `format` "chat" is conversations, whose assistant turns alone are
     targets. `too_long` says what becomes of a document that is longer than a block: it goes on in the next one
@@ -164,8 +164,8 @@ def outcomes(
 
 
 def is_local(source: Source) -> bool:
-    """True for what is read without a network: pydoc, and every source that is (or looks like) a path."""
-    if source.source == PYDOC or os.path.exists(_path(source)):  # unlike Path.exists, never an exception
+    """True for what is read without a network: embedded text, and every source that is (or looks like) a path."""
+    if source.source in EMBEDDED or os.path.exists(_path(source)):  # unlike Path.exists, never an exception
         return True
     looks_like_path = source.source.startswith(("/", ".", "~")) or source.source.count("/") > 1
     return looks_like_path or _path(source).suffix.lower() in SUFFIXES
@@ -189,9 +189,9 @@ def identity(source: Source) -> dict[str, Any]:
         "format": source.format,
         "too_long": source.too_long,
     }
-    if source.source == PYDOC:
-        content = hashlib.sha256(repr(sorted(_topics().items())).encode()).hexdigest()
-        return {"kind": "pydoc", "python": sys.version.split()[0], "content": content, **settings}
+    if source.source in EMBEDDED:
+        content = hashlib.sha256(repr(texts(source.source)).encode("utf-8", "surrogatepass")).hexdigest()
+        return {"kind": source.source, "python": sys.version.split()[0], "content": content, **settings}
     if is_local(source):
         files = [[name, _content_hash(path)] for name, path in _files(source)]
         return {"kind": "files", "files": files, **settings}
@@ -200,11 +200,10 @@ def identity(source: Source) -> dict[str, Any]:
 
 
 def _rows(source: Source, place: Place) -> Iterator[tuple[Row, Place]]:
-    if source.source == PYDOC:
-        topics = enumerate(sorted(_topics().items()), start=1)
+    if source.source in EMBEDDED:
         return (
-            (Row(f"pydoc: {topic}", text, number), Place(0, number, number))
-            for number, (topic, text) in topics
+            (Row(f"{source.source}: {title}", text, number), Place(0, number, number))
+            for number, (title, text) in enumerate(texts(source.source), start=1)
             if number > place.row
         )
     if is_local(source):
@@ -238,12 +237,6 @@ def _path(source: Source) -> Path:
 
 def _is_hidden(name: Path) -> bool:
     return any(part.startswith(".") for part in name.parts)
-
-
-def _topics() -> dict[str, str]:
-    from pydoc_data.topics import topics
-
-    return topics
 
 
 def _content_hash(path: Path) -> str:
@@ -282,11 +275,11 @@ def _refuse_unused_settings(source: Source) -> None:
         raise DexError(f"{source.source}: too_long must be split, truncate or drop, not {source.too_long!r}.")
     if not is_local(source):
         return
-    if source.format == "chat" and (source.source == PYDOC or _path(source).suffix.lower() == ".txt"):
+    if source.format == "chat" and (source.source in EMBEDDED or _path(source).suffix.lower() == ".txt"):
         raise DexError(f"{source.source}: format cannot be chat for plain text; chat data is .jsonl or .parquet.")
     given = [key for key in ("name", "revision") if getattr(source, key) is not None]
     given += ["split"] if source.split != "train" else []
-    given += ["column"] if source.source == PYDOC and source.column is not None else []
+    given += ["column"] if source.source in EMBEDDED and source.column is not None else []
     if given:
-        what = "pydoc" if source.source == PYDOC else "a local path"
+        what = source.source if source.source in EMBEDDED else "a local path"
         raise DexError(f"{source.source}: {' and '.join(given)} cannot be set for {what}; remove the setting.")
