@@ -30,11 +30,11 @@ class Source:
     """One data set and how to read it.
 
     `source` is "pydoc" or "stdlib" (`dex.data.embedded`), a .txt, .jsonl or .parquet file, a folder of those, or a
-    Hub data set id. `column` is the column that is read: by default "text", or of chat data "messages" or else "conversations". `split`, `name` (the
-    configuration) and `revision` belong to Hub data sets. `documents` says how a .txt file is cut: the whole file,
-    blank-line-separated paragraphs, or lines. `format` "chat" is conversations, whose assistant turns alone are
-    targets. `too_long` says what becomes of a document that is longer than a block: it goes on in the next one
-    (split), ends with its first block (truncate) or is left out (drop).
+    Hub data set id. `column` is the column that is read: by default "text", or of chat data "messages" or else
+    "conversations". `split`, `name` (the configuration) and `revision` belong to Hub data sets. `documents` says how
+    a .txt file is cut: the whole file, blank-line-separated paragraphs, or lines. `format` "chat" is conversations,
+    whose assistant turns alone are targets. `too_long` says what becomes of a document that is longer than a block:
+    it goes on in the next one (split), ends with its first block (truncate) or is left out (drop).
     """
 
     source: str
