@@ -339,46 +339,31 @@ def fold(
 
 @app.command(name="eval")
 def evaluate(
-    context: typer.Context,
     models: Annotated[list[str], typer.Argument(help="Models and adapters.", metavar="MODEL")],
     output: Output,
-    suite: Annotated[str, typer.Option(help="perplexity")] = "perplexity",
-    against: Annotated[str | None, typer.Option(help="The model to compare with; the first if not given.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Take the held-out part of this recipe.")] = None,
-    data: Text = "pydoc",
-    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 256,
-    held_out: Annotated[float, typer.Option(help="Share of the documents that is held out.")] = 0.1,
-    tokens: Annotated[int | None, typer.Option(help="Evaluate on at most so many tokens.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Blocks in one forward pass.")] = 4,
+    suite: Annotated[str, typer.Option(help="perplexity, lm, needle, manyshot, instruct or context-qa.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the suite (repeatable).", metavar="KEY=VALUE")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="For perplexity: the held-out part of this recipe; --set recipe=… in short.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests in one forward pass.")] = 4,
+    revision: Revision = None,
     dtype: Dtype = "auto",
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Held-out loss of each model on the same blocks, and the paired differences."""
-    if suite != "perplexity":
-        raise typer.BadParameter(f"{suite!r} is not a suite; there is: perplexity", param_hint="--suite")
-    from dex.evaluate import suite as verb
-    from dex.recipe import data_block, load_recipe
+    """Evaluate each model on the same items; the same command goes on where it was stopped."""
+    from dex.suites import suite_of
 
-    tokens_of_run, template = 1, None
-    if recipe is not None:
-        _refuse_beside(context, "--recipe", ("data", "block", "held_out", "tokens"))
-        loaded = load_recipe(recipe)
-        source, tokens_of_run, template = loaded.data, loaded.run.tokens, loaded.model.chat_template
-    else:
-        source = data_block(train=[{"source": data}], block=block, held_out=held_out, held_out_tokens=tokens)
-    result = verb.evaluate(
-        models,
-        output,
-        source,
-        tokens=tokens_of_run,
-        against=against,
-        batch_size=batch_size,
-        dtype=dtype,
-        chat_template=template,
-        force=force,
-    )
-    show(result, f"{verb.describe(result)}\nwritten to {output}", as_json)
+    chosen = suite_of(suite, [*([f"recipe={recipe}"] if recipe else []), *(settings or [])])
+    from dex.evaluate import run as verb
+
+    options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "revision": revision, "force": force}
+    results = verb.evaluate(models, output, chosen, **options)
+    text = f"{verb.describe(results)}\nwritten to {output}"
+    show({"output": str(output), "models": {r.label: r.summary() for r in results}}, text, as_json)
 
 
 @app.command()

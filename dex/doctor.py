@@ -18,10 +18,11 @@ from dex.console import say
 from dex.convert import Choice, convert, write_plan
 from dex.data import Source
 from dex.errors import DexError
-from dex.evaluate.suite import evaluate
+from dex.evaluate.run import evaluate
 from dex.fold import fold
 from dex.models import load_model, save_model
 from dex.recipe import parse_recipe
+from dex.suites import Suite, suite_of
 from dex.train import train
 from dex.tuner import DexConfig
 
@@ -44,11 +45,15 @@ def _examine(scratch: Path) -> list[dict[str, Any]]:
         ("a recipe is trained", lambda: train(recipe)),
         (
             "base and adapter are evaluated",
-            lambda: evaluate([str(base), str(run / "adapter")], scratch / "eval", recipe.data),
+            lambda: evaluate([str(base), str(run / "adapter")], scratch / "eval", _perplexity(run / "recipe.yaml")),
         ),
         ("the adapter is folded and certified", lambda: fold(str(run / "adapter"), folded)),
     ]
     return [_timed(name, stage) for name, stage in stages]
+
+
+def _perplexity(recipe: Path) -> Suite:
+    return suite_of("perplexity", [f"recipe={recipe}"])
 
 
 def _timed(name: str, stage: Callable[[], Any]) -> dict[str, Any]:

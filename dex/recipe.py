@@ -229,7 +229,7 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
 
 # --- Loading -----------------------------------------------------------------------------------------------
 
-_LISTS = {
+_LISTS: dict[tuple[str, ...], str] = {
     ("data", "train"): "sources",
     ("method", "layers"): "layer indices or null",
     ("method", "train"): "names or null",

@@ -9,7 +9,7 @@ environment.json  versions, the commit of dex, and the machine, of every start
 trackers/         what tensorboard writes
 adapter/          the trained adapter, with the tokenizer; or, for methods that train the base's own weights,
 model/            the trained model
-held_out.json     its loss on every held-out block, as `dex eval` writes it
+held_out/         its loss on every held-out block, as `dex eval` writes a result
 result.json       the figures of the finished run
 """
 
@@ -32,6 +32,7 @@ from dex.heads import HeadPlan
 from dex.output import refuse_file_above, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 
+RESULT, INPUTS, RECIPE, HELD_OUT = "result.json", "inputs.json", "recipe.yaml", "held_out"
 CONTENT = (
     "inputs.json",
     "environment.json",
@@ -41,9 +42,8 @@ CONTENT = (
     "checkpoints",
     "adapter",
     "model",
-    "held_out.json",
+    HELD_OUT,
 )
-RESULT, INPUTS, RECIPE = "result.json", "inputs.json", "recipe.yaml"
 
 # What a run may go on with although it changed: where it lies, and how often it speaks and saves.
 _FREE = "keep_last save_every eval_every log_every hours track micro_batch gradient_checkpointing"
@@ -112,7 +112,7 @@ def _is_no_run(run: Path) -> bool:
 def _read_result(run: Path, recipe: Recipe) -> dict[str, Any] | None:
     """What a finished run has to show; None if it has no result, or not what it made."""
     path = run / RESULT
-    if not path.exists() or not (run / "held_out.json").exists() or not _is_whole(trained_folder(recipe)):
+    if not path.exists() or not (run / HELD_OUT / RESULT).exists() or not _is_whole(trained_folder(recipe)):
         return None
     result = _read(path)
     if not {"method", "tokens", "held_out_loss", "held_out_perplexity", "branch"} <= result.keys():

@@ -20,8 +20,10 @@ from dex.convert import Choice, choose_heads
 from dex.data import Prepared
 from dex.environment import environment
 from dex.errors import DexError
-from dex.evaluate.perplexity import held_out_losses, report, summarise
-from dex.evaluate.suite import interval
+from dex.evaluate.held_out import TASK, held_out_losses, records_of, summarise
+from dex.evaluate.paired import Interval
+from dex.evaluate.records import Record, Result, Task
+from dex.evaluate.run import interval
 from dex.heads import HeadPlan
 from dex.loss import refuse_without_liger
 from dex.methods.dex import PlannedHeads
@@ -42,7 +44,9 @@ from dex.processes import (
 from dex.recipe import Recipe
 from dex.run_data import cache_dir, heaviest_source, held_out_blocks, prepare_data
 from dex.run_folder import (
+    HELD_OUT,
     INPUTS,
+    RECIPE,
     check_inputs,
     differences,
     note_environment,
@@ -163,9 +167,10 @@ def describe(recipe: Recipe, result: dict[str, Any]) -> str:
     """The lines that are printed."""
     if not result.get("finished", True):
         return f"{result['stopped']} after step {result['step']} of {result['steps']}; go on with: {result['go_on']}"
+    loss, perplexity = (Interval(**result[f"held_out_{name}"]) for name in ("loss", "perplexity"))
     lines = [
-        f"{result['method']}: {result['tokens']:,} tokens, held-out loss {interval(result['held_out_loss'])}, "
-        f"perplexity {interval(result['held_out_perplexity'], 2)}"
+        f"{result['method']}: {result['tokens']:,} tokens, held-out loss {interval(loss)}, "
+        f"perplexity {interval(perplexity, 2)}"
     ]
     if branch := result["branch"]:
         state = "the branch ended inert" if branch["inert"] else "the branch is live"
@@ -239,11 +244,27 @@ def _finish(recipe: Recipe, trainer: DexTrainer, data: Prepared, inputs: dict[st
 
     def write() -> None:
         _save_result(subject, output, result, state)
-        write_json(output.parent / "held_out.json", report({str(output): losses}, data.held_out, blocks))
+        _held_out_result(recipe, data, records_of(losses, blocks)).write(output.parent / HELD_OUT)
         write_json(output.parent / "result.json", result)
 
     on_first(write)
     return result
+
+
+def _held_out_result(recipe: Recipe, data: Prepared, records: list[Record]) -> Result:
+    """The run's own evaluation, as `dex eval --suite perplexity --set recipe=…` writes one."""
+    run = Path(recipe.output)
+    held_out = {"fingerprint": data.held_out.fingerprint, "origins": data.held_out.origins}
+    return Result(
+        suite="perplexity",
+        label=run.name,
+        model={"id": str(trained_folder(recipe)), "base": recipe.model.id},
+        settings={"recipe": str(run / RECIPE), "held_out_fingerprint": held_out["fingerprint"]},
+        tasks={TASK: Task("loss", higher_is_better=False)},
+        records=records,
+        figures={"held_out": held_out},
+        environment=environment(),
+    )
 
 
 def _save_result(subject: Subject, output: Path, result: dict[str, Any], state: Any) -> None:

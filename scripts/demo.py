@@ -21,14 +21,15 @@ import torch
 from dex.cli import quiet_libraries
 from dex.console import say
 from dex.errors import DexError
-from dex.evaluate.perplexity import held_out_losses, losses_of
-from dex.evaluate.perplexity import report as perplexity_report
-from dex.evaluate.suite import interval
+from dex.evaluate.held_out import TASK
+from dex.evaluate.paired import Interval, perplexity
+from dex.evaluate.records import Result, difference, read_result
+from dex.evaluate.run import evaluate, interval
 from dex.fold import fold
 from dex.models import load_model, save_model
 from dex.output import whole_folder, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
-from dex.run_data import held_out_blocks, prepare_data
+from dex.suites import suite_of
 from dex.train import train
 from dex.tuner.callback import INERT_BELOW
 
@@ -58,9 +59,9 @@ def main(runs: Path, full: bool, overrides: Sequence[str]) -> None:
     trained = {name: train_one(name, recipe) for name, recipe in recipes.items()}
     certificate = fold_once(runs / "dex" / "adapter", runs / "folded")
     folders = {"base": base, **{name: runs / name / "adapter" for name in recipes}, "folded": runs / "folded"}
-    losses = evaluate_once(folders, recipes["dex"], runs / ("eval-full.json" if full else "eval.json"))
+    results = evaluate_once(folders, recipes["dex"], runs / "eval")
     samples = sample_once({"base": base, "folded": runs / "folded"}, runs / "samples.json")
-    text = report(folders, losses, trained, certificate, samples)
+    text = report(results, trained, certificate, samples)
     write_whole(runs / ("report-full.md" if full else "report.md"), text)
     print(text)
 
@@ -86,22 +87,15 @@ def fold_once(adapter: Path, output: Path) -> dict[str, Any]:
     return read(certificate)
 
 
-def evaluate_once(folders: dict[str, Path], recipe: Recipe, output: Path) -> dict[str, Any]:
-    """One result over all models. A run has evaluated its own adapter already, on the same blocks."""
-    done = {name: folder.parent / "held_out.json" for name, folder in folders.items() if folder.name == "adapter"}
-    made_from = [*done.values(), folders["base"] / "config.json", folders["folded"] / "certificate.json"]
-    if not is_newer(output, made_from):
-        losses = {}
-        for name, folder in folders.items():
-            if name in done:
-                losses[name] = losses_of(read(done[name]), str(folder))
-                continue
-            loaded = load_model(str(folder))
-            prepared = prepare_data(recipe.data, loaded.tokenizer)
-            blocks = held_out_blocks(recipe.data, prepared)
-            losses[name] = held_out_losses(loaded.model, blocks, what=NAMES[name])
-        write_json(output, perplexity_report(losses, prepared.held_out, blocks, against="control"))
-    return read(output)
+def evaluate_once(folders: dict[str, Path], recipe: Recipe, output: Path) -> dict[str, Result]:
+    """The result of every model. A run has evaluated its own adapter already, on the same blocks."""
+    others = {name: folder for name, folder in folders.items() if folder.name != "adapter"}
+    suite = suite_of("perplexity", [f"recipe={Path(recipe.output) / 'recipe.yaml'}"])
+    done = output / "folded" / "perplexity" / "result.json"
+    again = not is_newer(done, [folders["base"] / "config.json", folders["folded"] / "certificate.json"])
+    evaluated = evaluate([str(folder) for folder in others.values()], output, suite, force=again)
+    found = dict(zip(others, evaluated, strict=True))
+    return {name: found.get(name) or read_result(folder.parent / "held_out") for name, folder in folders.items()}
 
 
 def sample_once(folders: dict[str, Path], output: Path) -> dict[str, str]:
@@ -129,26 +123,25 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def report(
-    folders: dict[str, Path],
-    losses: dict[str, Any],
+    results: dict[str, Result],
     trained: dict[str, dict[str, Any]],
     certificate: dict[str, Any],
     samples: dict[str, str],
 ) -> str:
     """The demo's table in Markdown, and what it says."""
-    measured = losses["models"]
-    held_out = losses["held_out"]
+    records = results["control"].records
+    targets, documents = sum(int(record.weight) for record in records), len({record.group for record in records})
     fold = certificate["folded_against_attached"]
     tokens = trained["dex"]["tokens"]
     lines = [
-        f"{tokens:,} training tokens; {held_out['targets']:,} held-out targets in {held_out['documents']} documents; "
+        f"{tokens:,} training tokens; {targets:,} held-out targets in {documents} documents; "
         "95 % bootstrap intervals over documents.",
         "",
         "| | held-out loss | perplexity | loss − control | λ at the end | branch ratio | training tokens/s |",
         "|---|---|---|---|---|---|---|",
-        *(row(name, measured[name], trained.get(name)) for name in folders),
+        *(row(name, results, trained.get(name)) for name in results),
         "",
-        "\n\n".join(verdict(name, measured, trained[name]) for name in trained if trained[name]["branch"]),
+        "\n\n".join(verdict(name, results, trained[name]) for name in trained if trained[name]["branch"]),
         "",
         f"Certificate of the fold, on {certificate['text']['positions']:,} positions of real text: max |Δlogit| "
         f"{fold['max_logit_difference']:.1e} of {fold['largest_logit']:.1f}, KL {fold['kl']:.1e} nats, "
@@ -162,15 +155,16 @@ def report(
     return "\n".join(lines)
 
 
-def row(name: str, measured: dict[str, Any], result: dict[str, Any] | None) -> str:
+def row(name: str, results: dict[str, Result], result: dict[str, Any] | None) -> str:
     branch = result["branch"] if result else None
-    difference = measured["difference"]
+    loss = results[name].score(TASK)
+    added = against_control(name, results)
     rate = result["tokens_per_second"] if result else None
     cells = [
         NAMES[name],
-        interval(measured["loss"], 3),
-        interval(measured["perplexity"], 2),
-        interval(difference, 4, sign=True) if difference else "",
+        interval(loss, 3),
+        interval(perplexity(loss), 2),
+        "" if name == "control" else interval(added, 4, sign=True),
         f"{min(branch['lam']):+.4f} to {max(branch['lam']):+.4f}" if branch else "",
         f"{branch['mean_ratio']:.1e}{' (inert)' if branch['inert'] else ''}" if branch else "",
         f"{rate:.0f}" if rate else "",
@@ -178,30 +172,35 @@ def row(name: str, measured: dict[str, Any], result: dict[str, Any] | None) -> s
     return f"| {' | '.join(cells)} |"
 
 
-def verdict(name: str, measured: dict[str, dict[str, Any]], result: dict[str, Any]) -> str:
+def against_control(name: str, results: dict[str, Result]) -> Interval:
+    return difference(results[name], results["control"], TASK)
+
+
+def verdict(name: str, results: dict[str, Result], result: dict[str, Any]) -> str:
     """What the differential branch added over the control, in one sentence."""
-    difference, branch = measured[name]["difference"], result["branch"]
+    added, branch = against_control(name, results), result["branch"]
+    another_seed = against_control("another-seed", results) if "another-seed" in results else None
     state = "ended inert" if branch["inert"] else "is live"
     return (
         f"{NAMES[name]}: its branch {state} (mean ratio {branch['mean_ratio']:.1e}; inert is below {INERT_BELOW:g}), "
-        f"and its loss differs from the control's by {interval(difference, 4, sign=True)}: "
-        f"{judgement(difference, measured.get('another-seed'))}."
+        f"and its loss differs from the control's by {interval(added, 4, sign=True)}: "
+        f"{judgement(added, another_seed)}."
     )
 
 
-def judgement(difference: dict[str, Any], another_seed: dict[str, Any] | None) -> str:
+def judgement(added: Interval, another_seed: Interval | None) -> str:
     """An interval over documents says nothing about seeds, so another seed's difference is the yardstick."""
-    if difference["low"] is None:
+    if added.low is None or added.high is None:
         return "one document, which shows nothing"
-    if difference["low"] <= 0 <= difference["high"]:
+    if added.low <= 0 <= added.high:
         return "nothing that these documents can show"
     if another_seed is None:
         return (
             "on one seed, which does not tell the method from the seed (make demo-full runs the control on another)"
         )
-    if abs(difference["mean"]) <= abs(another_seed["difference"]["mean"]):
+    if abs(added.mean) <= abs(another_seed.mean):
         return "less than another seed moves the control"
-    return f"{'less' if difference['mean'] < 0 else 'more'} loss, by more than another seed moves the control"
+    return f"{'less' if added.mean < 0 else 'more'} loss, by more than another seed moves the control"
 
 
 def one_line(text: str) -> str:

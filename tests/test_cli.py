@@ -92,7 +92,7 @@ def test_the_pipeline_of_commands(run: Any, tmp_path: Path, monkeypatch: pytest.
         f"run: {{tokens: 512, batch_tokens: 128, lr: 1.0e-3}}\noutput: {tmp_path}/run\n"
     )
     scored = ("--sequences", 2, "--length", 48)
-    held_out = ("-o", tmp_path / "eval", "--recipe", tmp_path / "r.yaml")
+    held_out = ("-o", tmp_path / "eval", "--suite", "perplexity", "--recipe", tmp_path / "r.yaml")
     steps = [
         ("heads", base, "-o", tmp_path / "plan.json", *scored),
         ("convert", base, "-o", tmp_path / "adapter", "--plan", tmp_path / "plan.json"),
@@ -105,7 +105,7 @@ def test_the_pipeline_of_commands(run: Any, tmp_path: Path, monkeypatch: pytest.
         code, out, err = run(*step, "--json")
         assert code == 0, err
         results.append(json.loads(out))
-    losses = [figures["loss"]["mean"] for figures in results[-1]["models"].values()]
+    losses = [figures["tasks"]["held-out"]["score"]["mean"] for figures in results[-1]["models"].values()]
     assert losses[1] != losses[0]
     assert losses[2] == pytest.approx(losses[1], abs=1e-5)
     assert results[2]["branch"]["inert"] is False
@@ -124,10 +124,11 @@ MISTAKES = [
     (("train", "{tmp}/none.yaml"), 1, "none.yaml"),
     (("train", "{bad}"), 1, "did you mean"),
     (("fold", "{base}", "-o", "{tmp}/f"), 1, "not an adapter"),
-    (("eval", "{base}", "-o", "{tmp}/e", "--suite", "lm"), 2, "lm"),
-    (("eval", "-o", "{tmp}/e"), 2, "MODEL"),
-    (("eval", "{base}", "-o", "{tmp}/e", "--held-out", "2"), 1, "held_out"),
-    (("eval", "{base}", "-o", "{tmp}/e", "--recipe", "{bad}", "--block", "9"), 2, "no effect beside --recipe"),
+    (("eval", "{base}", "-o", "{tmp}/e", "--suite", "perplexty"), 1, "did you mean perplexity"),
+    (("eval", "{base}", "-o", "{tmp}/e"), 2, "--suite"),
+    (("eval", "-o", "{tmp}/e", "--suite", "perplexity"), 2, "MODEL"),
+    (("eval", "{base}", "-o", "{tmp}/e", "--suite", "perplexity", "--set", "held_out=2"), 1, "held_out"),
+    (("eval", "{base}", "-o", "{tmp}/e", "--suite", "perplexity", "--recipe", "{bad}"), 1, "did you mean"),
     (("convert", "{base}", "-o", "{tmp}/a", "--plan", "p.json", "--criterion", "all"), 2, "beside --plan"),
     (("convert", "{base}", "-o", "{tmp}/a", "--criterion", "none"), 1, "nothing to act on"),
     (("heads", "{base}", "-o", "{tmp}"), 1, "is a folder"),
@@ -135,7 +136,7 @@ MISTAKES = [
     (("fold", "{base}", "-o", "{bad}/f"), 1, "is a file and not a folder"),
     (("heads", "{base}", "-o", "{tmp}/p.json", "--held-out", "nan"), 1, "held-out share"),
     (("heads", "{base}", "-o", "{tmp}/p.json", "--seed", "-1"), 2, "--seed"),
-    (("eval", "{base}", "-o", "{tmp}/e", "--batch-size", "0"), 2, "--batch-size"),
+    (("eval", "{base}", "-o", "{tmp}/e", "--suite", "perplexity", "--batch-size", "0"), 2, "--batch-size"),
     (("bogus",), 2, "bogus"),
 ]
 

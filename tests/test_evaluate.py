@@ -1,28 +1,39 @@
-"""`dex eval --suite perplexity`: losses on the same held-out blocks, and paired differences."""
+"""`dex eval`: one folder a model and suite, the same items for all, resumed where it was stopped."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tiny import tiny_model, write_tiny
+from tiny import write_tiny
 
-from dex.data import HeldOutBlock
 from dex.errors import DexError
-from dex.evaluate.perplexity import held_out_losses, summarise
-from dex.evaluate.suite import describe, evaluate
-from dex.models import load_model
-from dex.recipe import Data, Source
-from dex.run_data import prepare_data
+from dex.evaluate import run as verb
+from dex.evaluate.answers import Answers, answer_all
+from dex.evaluate.evaluated import labels
+from dex.evaluate.held_out import TASK
+from dex.evaluate.paired import Interval
+from dex.evaluate.records import (
+    Record,
+    Result,
+    Task,
+    difference,
+    prompt_hash,
+    read_result,
+    results_in,
+)
+from dex.evaluate.run import describe, evaluate
+from dex.suites import SUITES, suite_of
 
-DATA = Data(train=[Source(source="pydoc")], block=64, held_out=0.1, held_out_tokens=4_000)
+SUITE = suite_of("perplexity", ["block=64", "tokens=4_000"])
 
 
 @pytest.fixture(autouse=True)
@@ -30,135 +41,254 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEX_CACHE", str(tmp_path / "cache"))
 
 
-def blocks(*lengths: int) -> list[HeldOutBlock]:
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, 256, (n,), generator=generator) for n in lengths]
-    return [HeldOutBlock(i // 2, each, torch.arange(len(each)) > 0) for i, each in enumerate(ids)]
-
-
-def test_a_blocks_loss_is_the_models_own_mean_loss() -> None:
-    model = tiny_model("qwen3")
-    for (document, ids, _), loss in zip(blocks(9, 5, 9), held_out_losses(model, blocks(9, 5, 9)), strict=True):
-        expected = model(input_ids=ids[None], labels=ids[None]).loss.item()
-        assert (loss.document, loss.tokens) == (document, len(ids) - 1)
-        assert loss.loss == pytest.approx(expected, rel=1e-5)
-
-
-def test_losses_do_not_depend_on_the_batch_size() -> None:
-    model = tiny_model("llama")
-    reference = [block.loss for block in held_out_losses(model, blocks(*[16] * 9, 7, 3), 1)]
-    for batch_size in (2, 7):
-        again = [block.loss for block in held_out_losses(model, blocks(*[16] * 9, 7, 3), batch_size)]
-        np.testing.assert_allclose(again, reference, rtol=1e-5)
-
-
-def test_the_mean_weighs_every_token_alike() -> None:
-    losses = held_out_losses(tiny_model("llama"), blocks(9, 5, 12, 2))
-    loss, perplexity = summarise(losses)
-    expected = sum(block.loss * block.tokens for block in losses) / sum(block.tokens for block in losses)
-    assert loss.mean == pytest.approx(expected)
-    assert perplexity.mean == pytest.approx(math.exp(expected))
+# Results
 
 
 def test_models_are_compared_on_the_same_blocks_and_a_model_with_itself_differs_by_zero(tmp_path: Path) -> None:
-    a, b, same = (str(write_tiny(tmp_path / name, seed=seed)) for name, seed in (("a", 1), ("b", 2), ("c", 1)))
-    result = evaluate([a, b, same], tmp_path / "out", DATA)
-    assert json.loads((tmp_path / "out" / "perplexity.json").read_text()) == result
-    assert result["models"][a]["difference"] is None
-    assert result["models"][same]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    difference = result["models"][b]["difference"]
-    assert difference["low"] < difference["mean"] < difference["high"]
-    losses = {name: figures["loss"]["mean"] for name, figures in result["models"].items()}
-    assert difference["mean"] == pytest.approx(losses[b] - losses[a])
-    assert result["held_out"]["documents"] > 1
-    assert "difference from" in describe(result)
+    models = [str(write_tiny(tmp_path / name, seed=seed)) for name, seed in (("a", 1), ("b", 2), ("c", 1))]
+    a, b, same = evaluate(models, tmp_path / "out", SUITE)
+    assert difference(same, a, TASK) == (0.0, 0.0, 0.0)
+    between = difference(b, a, TASK)
+    assert between.low is not None
+    assert between.high is not None
+    assert between.low < between.mean < between.high
+    assert between.mean == pytest.approx(b.score(TASK).mean - a.score(TASK).mean)
+    assert len({record.group for record in a.records}) > 1
+    assert "held-out" in describe([a, b, same])
 
 
-def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
-    tokenizer = load_model(str(write_tiny(tmp_path / "base"))).tokenizer
-    prepared = prepare_data(DATA, tokenizer, 100_000)
-    trained = "".join(map(chr, np.asarray(prepared.packed.input_ids).ravel().tolist()))
-    for document in range(len(prepared.held_out)):
-        text = "".join(map(chr, prepared.held_out.document(document).tolist()))
-        assert text[:64] not in trained
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    (result,) = evaluate([str(write_tiny(tmp_path / "a"))], tmp_path / "out", SUITE)
+    folder = tmp_path / "out" / "a" / "perplexity"
+    assert sorted(path.name for path in folder.iterdir()) == ["items.jsonl", "result.json"]
+    assert read_result(folder) == result
+    assert results_in(tmp_path / "out") == [folder] == results_in(folder)
+    assert json.loads((folder / "result.json").read_text())["tasks"][TASK]["items"] == len(result.records)
 
 
-def test_the_held_out_part_does_not_depend_on_the_training_budget(tmp_path: Path) -> None:
-    tokenizer = load_model(str(write_tiny(tmp_path / "base"))).tokenizer
-    small, large = (prepare_data(DATA, tokenizer, tokens).held_out.fingerprint for tokens in (1_000, 5_000_000))
-    assert small == large
+def test_a_result_that_is_there_is_not_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = str(write_tiny(tmp_path / "a"))
+    first = evaluate([base], tmp_path / "out", SUITE)
+    written = (tmp_path / "out" / "a" / "perplexity" / "items.jsonl").stat().st_mtime_ns
+    assert evaluate([base], tmp_path / "out", SUITE) == first
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "out" / "a" / "perplexity" / "items.jsonl").stat().st_mtime_ns == written
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    a = str(write_tiny(tmp_path / "a"))
+def test_another_model_or_setting_does_not_replace_a_result(tmp_path: Path) -> None:
+    base = str(write_tiny(tmp_path / "a"))
+    evaluate([base], tmp_path / "out", SUITE)
+    with pytest.raises(DexError, match=r"another block \(64, not 32\)"):
+        evaluate([base], tmp_path / "out", suite_of("perplexity", ["block=32", "tokens=4_000"]))
+    write_tiny(tmp_path / "a", seed=9)
+    with pytest.raises(DexError, match="weights or its dtype differ"):
+        evaluate([base], tmp_path / "out", SUITE)
+    (replaced,) = evaluate([base], tmp_path / "out", SUITE, force=True)
+    assert read_result(tmp_path / "out" / "a" / "perplexity") == replaced
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    base = str(write_tiny(tmp_path / "a"))
+    (tmp_path / "out" / "a" / "perplexity").mkdir(parents=True)
+    (tmp_path / "out" / "a" / "perplexity" / "thesis.txt").write_text("mine")
+    with pytest.raises(DexError, match="was not written by dex eval"):
+        evaluate([base], tmp_path / "out", SUITE, force=True)
+    assert (tmp_path / "out" / "a" / "perplexity" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        (["org/Llama-3.2-1B", "runs/dex/adapter", "runs/v2/model"], ["Llama-3.2-1B", "dex", "v2"]),
+        (["runs/a/adapter", "other/a/adapter"], ["runs-a", "other-a"]),
+        (["runs/x/adapter", "runs/x/model"], ["runs-x-adapter", "runs-x-model"]),
+    ],
+)
+def test_a_label_is_the_shortest_name_that_tells_models_apart(models: list[str], expected: list[str]) -> None:
+    assert labels(models) == expected
+
+
+def test_a_model_named_twice_is_refused() -> None:
     with pytest.raises(DexError, match="named twice"):
-        evaluate([a, a], tmp_path / "out", DATA)
-    with pytest.raises(DexError, match="not one of the models"):
-        evaluate([a], tmp_path / "out", DATA, against="b")
-    assert not (tmp_path / "out").exists()
+        labels(["runs/a", "runs/a/"])
 
 
-# Several processes
+def result_of(scores: dict[str, list[float]], **changes: Any) -> Result:
+    records = [
+        Record(task, str(i), prompt_hash(str(i)), None, score, str(i))
+        for task, row in scores.items()
+        for i, score in enumerate(row)
+    ]
+    parts: dict[str, Any] = {"tasks": {task: Task("acc") for task in scores}, "records": records, **changes}
+    return Result("lm", "m", {}, {}, **parts)
 
 
-class Counted(torch.nn.Module):
-    """A model that counts its forward passes."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.module, self.calls = model, 0
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        return self.module(*args, **options)
+def test_the_average_counts_every_task_once() -> None:
+    result = result_of({"a": [1.0] * 10, "b": [0.0, 1.0]})
+    average = result.average()
+    assert average is not None
+    assert average.mean == pytest.approx(0.75)
+    assert average == Interval(0.75, 0.5, 1.0)
+    assert result_of({"a": [1.0]}).average() is None
 
 
-def of_one_rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    results = {}
-    for name, lengths in SHARED.items():
-        model = Counted(tiny_model("llama"))
-        losses = held_out_losses(model, blocks(*lengths), 2)
-        results[name] = {"calls": model.calls, "losses": [dataclasses.asdict(loss) for loss in losses]}
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+def test_results_of_different_items_are_refused_and_said_which() -> None:
+    a = result_of({"t": [1.0, 0.0, 1.0]})
+    with pytest.raises(DexError, match="lacks 1 items of m, such as 2"):
+        difference(a, result_of({"t": [1.0, 0.0]}), "t")
+    other = [Record("t", r.id, "0" * 16 if r.id == "1" else r.prompt_hash, None, r.score, r.group) for r in a.records]
+    with pytest.raises(DexError, match="other prompts or weights, such as 1"):
+        difference(a, result_of({"t": []}, records=other), "t")
+    with pytest.raises(DexError, match=r"acc of version None there, acc_norm of version 1\.0"):
+        difference(a, result_of({"t": [1.0, 0.0, 1.0]}, tasks={"t": Task("acc_norm", version="1.0")}), "t")
+
+
+@pytest.mark.parametrize("damage", ["result.json", "items.jsonl", "half"])
+def test_a_damaged_result_is_named(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "r"
+    result_of({"t": [1.0, 0.0]}).write(folder)
+    if damage == "half":
+        (folder / "items.jsonl").write_text((folder / "items.jsonl").read_text().splitlines()[0] + "\n")
+    else:
+        (folder / damage).write_text('{"schema": 1')
+    with pytest.raises(DexError, match="evaluate again"):
+        read_result(folder)
+
+
+# Answers
+
+
+def test_an_answer_is_asked_once_and_found_again(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def compute(batch: Any) -> list[int]:
+        asked.extend(batch)
+        return [10 * i for i in batch]
+
+    keys = ["a", "b", "a", "c"]
+    first = Answers(tmp_path / "answers.jsonl")
+    assert answer_all(keys[:3], [[0, 1], [2]], compute, first, "x") == [0, 10, 0]
+    assert asked == [0, 1]
+    again = Answers(tmp_path / "answers.jsonl")
+    assert answer_all(keys, [[0, 1, 2, 3]], compute, again, "x") == [0, 10, 0, 30]
+    assert asked == [0, 1, 3]
+
+
+@pytest.mark.parametrize("cut", [1, 7])
+def test_the_line_that_a_kill_cut_is_asked_again_and_nothing_else(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "answers.jsonl"
+    Answers(file).add({"a": 1, "b": "ü"})
+    file.write_bytes(file.read_bytes()[:-cut])
+    left = Answers(file)
+    assert "a" in left
+    assert "b" not in left
+    left.add({"c": 3})
+    assert [(key in Answers(file)) for key in "abc"] == [True, False, True]
+
+
+def test_processes_share_requests_and_all_get_all_answers(tmp_path: Path) -> None:
+    processes = torch.multiprocessing.start_processes(
+        of_one_rank_of_two, (str(tmp_path),), nprocs=2, join=False, start_method="fork"
+    )
+    deadline = time.monotonic() + 60
+    while not processes.join(timeout=5):
+        assert time.monotonic() < deadline
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first[0] == second[0] == [0, 10, 20, 30, 40]
+    assert (first[1], second[1]) == ([0, 1, 3, 4], [2])
+
+
+def of_one_rank_of_two(rank: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    asked: list[int] = []
+
+    def compute(batch: Any) -> list[int]:
+        asked.extend(batch)
+        return [10 * i for i in batch]
+
+    values = answer_all([str(i) for i in range(5)], [[0, 1], [2], [3, 4]], compute, Answers(), "x")
+    Path(folder, f"{rank}.json").write_text(json.dumps([values, asked]))
     torch.distributed.destroy_process_group()
 
 
-SHARED = {"uneven": [16] * 5 + [9, 7, 3], "even": [16] * 4, "fewer than processes": [12], "none": []}
-
-
-def test_processes_share_the_work_and_all_get_the_same_losses(tmp_path: Path) -> None:
-    """Each makes the same number of forward passes: those of a sharded model wait for each other."""
-    # Forked, not spawned: the libraries need not be imported again.
-    processes = torch.multiprocessing.start_processes(
-        of_one_rank, (2, str(tmp_path)), nprocs=2, join=False, start_method="fork"
-    )
+def test_an_evaluation_killed_half_way_goes_on_to_the_same_result(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "a")
+    command = [str(Path(sys.executable).with_name("dex")), "eval", str(base), "--suite", "perplexity"]
+    command += ["--set", "block=32", "--batch-size", "1", "-o", str(tmp_path / "out")]
+    partial = tmp_path / "out" / "a" / ".perplexity.partial" / "answers.jsonl"
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not processes.join(timeout=5):  # one process at a time
+    while not (partial.exists() and partial.stat().st_size > 500):
         assert time.monotonic() < deadline
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second
-    for name, lengths in SHARED.items():
-        alone = Counted(tiny_model("llama"))
-        losses = held_out_losses(alone, blocks(*lengths), 2)
-        assert first[name]["losses"] == [dataclasses.asdict(loss) for loss in losses]
-        assert first[name]["calls"] == -(-alone.calls // 2)
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = partial.stat().st_size
+    assert not (tmp_path / "out" / "a" / "perplexity").exists()
+    suite = suite_of("perplexity", ["block=32"])
+    with pytest.raises(DexError, match="was being evaluated with another block"):
+        evaluate([str(base)], tmp_path / "out", SUITE)
+    assert partial.stat().st_size == before
+    (resumed,) = evaluate([str(base)], tmp_path / "out", suite, batch_size=1)
+    (whole,) = evaluate([str(base)], tmp_path / "whole", suite, batch_size=7)
+    assert resumed.records[0].score == pytest.approx(whole.records[0].score, rel=1e-5)
+    assert [r.score for r in resumed.records] == pytest.approx([r.score for r in whole.records], rel=1e-5)
+    assert [path.name for path in (tmp_path / "out" / "a").iterdir()] == ["perplexity"]
 
 
-def test_a_process_that_has_joined_no_other_computes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = held_out_losses(tiny_model("llama"), blocks(9, 5, 9), 1)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert held_out_losses(tiny_model("llama"), blocks(9, 5, 9), 1) == reference
+def test_a_full_disk_keeps_what_was_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = str(write_tiny(tmp_path / "a"))
+    real, calls = Answers.add, 0
+
+    def add(self: Answers, answers: dict[str, Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise DexError("answers.jsonl could not be written: No space left on device; make room")
+        real(self, answers)
+
+    monkeypatch.setattr(Answers, "add", add)
+    with pytest.raises(DexError, match="No space left"):
+        evaluate([base], tmp_path / "out", SUITE)
+    kept = (tmp_path / "out" / "a" / ".perplexity.partial" / "answers.jsonl").read_text().splitlines()
+    assert len(kept) == 8
+    monkeypatch.undo()
 
 
-def test_only_targets_count(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    (whole,) = blocks(20)
-    targets = torch.zeros(20, dtype=torch.bool)
-    targets[[3, 4, 11]] = True
-    (loss,) = held_out_losses(model, [whole._replace(targets=targets)])
-    labels = torch.where(targets, whole.input_ids, -100)
-    expected = model(input_ids=whole.input_ids[None], labels=labels[None]).loss.item()
-    assert (loss.tokens, loss.loss) == (3, pytest.approx(expected, rel=1e-5))
+# Suites and their settings
+
+
+def test_every_suite_says_what_it_is_and_goes_by_its_name() -> None:
+    assert "perplexity" in SUITES
+    for name, suite in SUITES.items():
+        assert suite.model_fields["name"].default == name
+        assert suite.what.startswith("which ")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("perplexty", [], "did you mean perplexity"),
+        ("perplexity", ["blok=3"], "did you mean block"),
+        ("perplexity", ["block=one"], "a whole number above 1 is expected"),
+        ("perplexity", ["recipe=r.yaml", "block=9"], "no effect beside recipe"),
+        ("perplexity", ["block"], "write key.path=value"),
+    ],
+)
+def test_an_unknown_suite_or_setting_is_refused_with_a_suggestion(name: str, settings: list[str], said: str) -> None:
+    with pytest.raises(DexError, match=said):
+        suite_of(name, settings)
+
+
+def test_several_models_are_loaded_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    load = verb.load_evaluated
+
+    def noted(name: str, *rest: Any) -> Any:
+        order.append(Path(name).name)
+        return load(name, *rest)
+
+    monkeypatch.setattr(verb, "load_evaluated", noted)
+    evaluate([str(write_tiny(tmp_path / name)) for name in ("a", "b")], tmp_path / "out", SUITE)
+    assert order == ["a", "b"]

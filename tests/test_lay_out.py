@@ -18,16 +18,18 @@ from transformers import DiffLlamaForCausalLM
 
 from dex.convert import Choice, convert
 from dex.errors import DexError
-from dex.evaluate.suite import evaluate
+from dex.evaluate.held_out import TASK
+from dex.evaluate.run import evaluate
 from dex.lay_out import Target, lay_out
 from dex.layouts.options import parse_options
 from dex.layouts.to_diff_v1 import V1Options, to_diff_v1
 from dex.layouts.to_diff_v2 import to_diff_v2
 from dex.models import ANY, fingerprint, load_model
-from dex.recipe import data_block
+from dex.suites import suite_of
 from dex.tuner import DexConfig
 
 QUICK: dict[str, Any] = {"sequences": 2, "length": 64}
+SHORT = ["block=64", "tokens=1_000"]
 
 
 @pytest.fixture(autouse=True)
@@ -134,11 +136,10 @@ def test_models_of_all_layouts_are_evaluated_on_the_same_blocks(tmp_path: Path) 
     base = write_tiny(tmp_path / "base")
     lay_out(str(base), tmp_path / "v2", Target("diff-v2"), **QUICK)
     lay_out(str(base), tmp_path / "v1", Target("diff-v1"), **QUICK)
-    data = data_block(train=[{"source": "pydoc"}], block=64, held_out=0.1, held_out_tokens=1_000)
     models = [str(tmp_path / name) for name in ("base", "v2", "v1")]
-    result = evaluate(models, tmp_path / "eval", data)["models"]
-    assert result[models[1]]["loss"] == result[models[0]]["loss"]
-    assert result[models[2]]["loss"] != result[models[0]]["loss"]
+    losses = [result.score(TASK) for result in evaluate(models, tmp_path / "eval", suite_of("perplexity", SHORT))]
+    assert losses[1] == losses[0]
+    assert losses[2] != losses[0]
 
 
 @pytest.mark.parametrize("layout", ["diff-v2", "diff-v1"])

@@ -1,4 +1,4 @@
-"""Intervals over documents: known answers, and a simulation in which the truth is known."""
+"""Intervals over groups: known answers, and a simulation in which the truth is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dex.errors import DexError
-from dex.evaluate.paired import Interval, mean_loss, paired_difference, perplexity
+from dex.evaluate.paired import Interval, mean_score, paired_difference, perplexity
 
 
 def test_a_constant_difference_has_an_interval_without_width() -> None:
@@ -18,15 +18,15 @@ def test_a_constant_difference_has_an_interval_without_width() -> None:
 
 
 def test_the_mean_weighs_every_token_alike() -> None:
-    assert mean_loss([1.0, 4.0], [300, 100], ["a", "b"]).mean == pytest.approx(1.75)
+    assert mean_score([1.0, 4.0], [300, 100], ["a", "b"]).mean == pytest.approx(1.75)
     assert paired_difference([2.0, 4.0], [1.0, 0.0], [300, 100], ["a", "b"]).mean == pytest.approx(1.75)
 
 
 def test_splitting_a_document_into_more_blocks_changes_nothing() -> None:
     rng = np.random.default_rng(0)
     loss, tokens, documents = rng.normal(size=20), rng.integers(1, 99, size=20) * 2, np.arange(20)
-    whole = mean_loss(loss, tokens, documents)
-    halves = mean_loss(np.repeat(loss, 2), np.repeat(tokens / 2, 2), np.repeat(documents, 2))
+    whole = mean_score(loss, tokens, documents)
+    halves = mean_score(np.repeat(loss, 2), np.repeat(tokens / 2, 2), np.repeat(documents, 2))
     assert halves == pytest.approx(whole)
 
 
@@ -35,40 +35,40 @@ def test_the_order_of_blocks_and_the_names_of_documents_do_not_matter() -> None:
     loss, documents = rng.normal(size=40), np.repeat(np.arange(10), 4)
     order = rng.permutation(40)
     named = [f"doc-{d}" for d in documents[order]]
-    assert mean_loss(loss[order], np.ones(40), named) == pytest.approx(mean_loss(loss, np.ones(40), documents))
+    assert mean_score(loss[order], np.ones(40), named) == pytest.approx(mean_score(loss, np.ones(40), documents))
 
 
 def test_two_documents_give_the_interval_of_their_three_possible_means() -> None:
-    assert mean_loss([1.0, 2.0], [10, 10], ["a", "b"]) == pytest.approx((1.5, 1.0, 2.0))
+    assert mean_score([1.0, 2.0], [10, 10], ["a", "b"]) == pytest.approx((1.5, 1.0, 2.0))
 
 
 def test_one_document_has_a_mean_and_no_interval() -> None:
     alone = paired_difference([2.0, 3.0], [1.0, 1.0], [1, 1], ["a", "a"])
     assert alone == Interval(1.5, None, None)
-    assert str(alone) == "1.5000 (one document: no interval)"
+    assert str(alone) == "1.5000 (one group: no interval)"
     assert perplexity(alone) == Interval(math.exp(1.5), None, None)
 
 
 def test_blocks_without_a_target_count_for_nothing_even_if_their_mean_is_nan() -> None:
-    assert mean_loss([1.0, math.nan, 3.0], [5, 0, 5], ["a", "b", "c"]) == mean_loss([1.0, 3.0], [5, 5], ["a", "c"])
+    assert mean_score([1.0, math.nan, 3.0], [5, 0, 5], ["a", "b", "c"]) == mean_score([1.0, 3.0], [5, 5], ["a", "c"])
 
 
 def test_what_has_no_mean_is_refused() -> None:
     with pytest.raises(DexError, match="not finite"):
-        mean_loss([1.0, math.inf], [1, 1], ["a", "b"])
-    with pytest.raises(DexError, match="No block has a token"):
-        mean_loss([1.0], [0], ["a"])
-    with pytest.raises(DexError, match="No block has a token"):
-        mean_loss([], [], [])
-    with pytest.raises(ValueError, match="Not the same blocks"):
+        mean_score([1.0, math.inf], [1, 1], ["a", "b"])
+    with pytest.raises(DexError, match="nothing to score"):
+        mean_score([1.0], [0], ["a"])
+    with pytest.raises(DexError, match="nothing to score"):
+        mean_score([], [], [])
+    with pytest.raises(ValueError, match="Not the same items"):
         paired_difference([1.0], [1.0, 2.0], [1], ["a"])
-    with pytest.raises(ValueError, match="one document"):
-        mean_loss([1.0, 2.0], [1, 1], ["a"])
+    with pytest.raises(ValueError, match="one score"):
+        mean_score([1.0, 2.0], [1, 1], ["a"])
 
 
 def test_the_same_seed_gives_the_same_interval_and_another_one_nearly_so() -> None:
     loss = np.random.default_rng(0).normal(size=50)
-    first, again, other = (mean_loss(loss, np.ones(50), np.arange(50), seed=s) for s in (0, 0, 1))
+    first, again, other = (mean_score(loss, np.ones(50), np.arange(50), seed=s) for s in (0, 0, 1))
     assert first == again
     assert first != other
     assert first == pytest.approx(other, abs=0.02)
@@ -81,12 +81,12 @@ def test_perplexity_is_the_exponential_of_the_loss() -> None:
 def test_memory_does_not_grow_with_the_documents() -> None:
     """20 000 documents × 1000 resamples would be 160 MB of indices at once."""
     loss = np.random.default_rng(0).normal(size=20_000)
-    interval = mean_loss(loss, np.ones(20_000), np.arange(20_000), resamples=1000)
+    interval = mean_score(loss, np.ones(20_000), np.arange(20_000), resamples=1000)
     assert interval.low is not None
     assert interval.mean - interval.low == pytest.approx(1.96 / 20_000**0.5, rel=0.1)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says_when_blocks_of_a_document_are_alike() -> None:
+def test_the_interval_covers_the_truth_as_often_as_it_says_when_items_of_a_group_are_alike() -> None:
     """300 data sets of 40 documents × 5 blocks, differing by document; the truth is 0.1.
 
     A percentile interval of 40 documents is a little narrow: some 94 % (standard error 1.3 %). Drawing blocks

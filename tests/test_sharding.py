@@ -19,7 +19,7 @@ from torch import nn
 
 from dex.adapter import attach, save_adapter
 from dex.data import HeldOutBlock
-from dex.evaluate.perplexity import held_out_losses
+from dex.evaluate.held_out import held_out_losses
 from dex.fold import fold
 from dex.loss import causal_lm_loss
 from dex.models import LoadedModel, load_model

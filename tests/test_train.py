@@ -73,7 +73,7 @@ def test_a_run_writes_its_recipe_plan_log_adapter_and_result(tmp_path: Path) -> 
         "log.jsonl",
         "checkpoints",
         "adapter",
-        "held_out.json",
+        "held_out",
         "result.json",
     }
     assert json.loads((run / "result.json").read_text()) == result

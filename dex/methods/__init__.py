@@ -7,53 +7,18 @@ and a recipe. Nothing in these files imports torch before it is needed, so that 
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Union
-
-from pydantic import Discriminator, Tag
+from typing import TYPE_CHECKING
 
 from dex.methods.base import Method
-from dex.settings import Problem, clash, one_of, shown
+from dex.named_classes import NamedClasses
 
 __all__ = ["METHODS", "AnyMethod", "Method", "read_method_name"]
 
-DEFAULT = "dex"
-
-
-def _find() -> dict[str, type[Method]]:
-    found: dict[str, type[Method]] = {}
-    for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
-        for value in vars(importlib.import_module(f"{__name__}.{module}")).values():
-            # A class that several share, and that names no method itself, is none.
-            if isinstance(value, type) and issubclass(value, Method) and "name" in vars(value)["__annotations__"]:
-                found[value.model_fields["name"].default] = value
-    return dict(sorted(found.items()))
-
-
-METHODS = _find()
-
-
-def read_method_name(value: Any) -> Any:
-    """Refuse a name that no method has, with the names there are."""
-    name = value.get("name", DEFAULT) if isinstance(value, Mapping) else DEFAULT
-    if isinstance(value, Mapping) and (not isinstance(name, str) or name not in METHODS):
-        sentence = f"method.name: {shown(name)} was given, {one_of(str(name), list(METHODS))} is expected"
-        raise clash([Problem(("method", "name"), sentence)])
-    return value
-
-
-def _tag(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        return f"<{value.get('name', DEFAULT)}>"
-    return f"<{value.name}>" if isinstance(value, Method) else None
-
+_METHODS = NamedClasses(__name__, __path__, Method, "method", default="dex")
+METHODS: dict[str, type[Method]] = _METHODS.classes
+read_method_name = _METHODS.check_name
 
 if TYPE_CHECKING:
     AnyMethod = Method
 else:  # pydantic reads the right class from the name, and says where in it something is wrong
-    AnyMethod = Annotated[
-        Union[tuple(Annotated[cls, Tag(f"<{name}>")] for name, cls in METHODS.items())],  # noqa: UP007
-        Discriminator(_tag),
-    ]
+    AnyMethod = _METHODS.union()

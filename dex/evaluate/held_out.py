@@ -6,17 +6,18 @@ several processes each computes a share of the batches, and all of them get all 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from dex.console import Bar
-from dex.data import HeldOut, HeldOutBlock
-from dex.evaluate.paired import Interval, mean_loss, paired_difference, perplexity
+from dex.data import HeldOutBlock
+from dex.evaluate.paired import Interval, mean_score, paired_difference, perplexity
+from dex.evaluate.records import Record, prompt_hash
 from dex.loss import token_losses
 from dex.processes import gather, is_first, rank
 
@@ -31,6 +32,7 @@ class BlockLoss:
 
 
 Blocks = Sequence[HeldOutBlock]
+TASK = "held-out"
 
 
 def held_out_losses(
@@ -43,7 +45,7 @@ def held_out_losses(
     """
     was_training = model.training
     model.eval()
-    batches = list(_batches_of_one_length([len(block.input_ids) for block in blocks], batch_size))
+    batches = list(batches_of_one_length([len(block.input_ids) for block in blocks], batch_size))
     ranks = gather(rank())  # this one alone, where a launcher has started several that have not joined
     own, world = ranks.index(rank()), len(ranks)
     total, done = sum(len(block.input_ids) for block in blocks), 0
@@ -54,7 +56,7 @@ def held_out_losses(
         for start in range(0, len(batches), world):
             together = batches[start : start + world]
             batch = together[min(own, len(together) - 1)]
-            losses |= zip(batch, _losses_of_batch(model, [blocks[i] for i in batch]), strict=True)
+            losses |= zip(batch, losses_of_batch(model, [blocks[i] for i in batch]), strict=True)
             done += sum(len(blocks[i].input_ids) for each in together for i in each)
             if bar is not None:
                 bar.update(done)
@@ -64,7 +66,8 @@ def held_out_losses(
     return [losses[i] for i in range(len(blocks))]
 
 
-def _losses_of_batch(model: nn.Module, blocks: Blocks) -> list[BlockLoss]:
+def losses_of_batch(model: nn.Module, blocks: Blocks) -> list[BlockLoss]:
+    """The losses of blocks of one length, in one forward pass."""
     device = next(model.parameters()).device
     ids = torch.stack([block.input_ids for block in blocks]).to(device)  # [B, n]
     losses = []
@@ -74,18 +77,19 @@ def _losses_of_batch(model: nn.Module, blocks: Blocks) -> list[BlockLoss]:
     return losses
 
 
-def _batches_of_one_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+def batches_of_one_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Indices of sequences of one length, at most `batch_size` together, the longest first."""
     by_length: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         by_length.setdefault(length, []).append(index)
-    for _, indices in sorted(by_length.items(), reverse=True):  # the longest first: no surprise at the end
+    for _, indices in sorted(by_length.items(), reverse=True):
         for start in range(0, len(indices), batch_size):
             yield indices[start : start + batch_size]
 
 
 def summarise(losses: Sequence[BlockLoss]) -> tuple[Interval, Interval]:
     """Mean loss per token and perplexity, each with its 95 % interval over documents."""
-    loss = mean_loss([b.loss for b in losses], [b.tokens for b in losses], [b.document for b in losses])
+    loss = mean_score([b.loss for b in losses], [b.tokens for b in losses], [b.document for b in losses])
     return loss, perplexity(loss)
 
 
@@ -94,36 +98,13 @@ def difference(a: Sequence[BlockLoss], b: Sequence[BlockLoss]) -> Interval:
     return paired_difference([x.loss for x in a], [x.loss for x in b], [x.tokens for x in a], [x.document for x in a])
 
 
-def losses_of(result: dict[str, Any], name: str) -> list[BlockLoss]:
-    """The block losses of a model in a result that was written before."""
-    return [BlockLoss(**block) for block in result["models"][name]["blocks"]]
-
-
-def report(
-    named: dict[str, list[BlockLoss]], held_out: HeldOut, blocks: Blocks, against: str | None = None
-) -> dict[str, Any]:
-    """The result of `dex eval --suite perplexity`, as it is written to its file."""
-    reference = against or next(iter(named))
-    models = {}
-    for name, losses in named.items():
-        loss, ppl = summarise(losses)
-        models[name] = {
-            "loss": loss._asdict(),
-            "perplexity": ppl._asdict(),
-            "difference": None if name == reference else difference(losses, named[reference])._asdict(),
-            "blocks": [asdict(block) for block in losses],
-        }
-    documents = sorted({block.document for block in blocks})
-    return {
-        "suite": "perplexity",
-        "against": reference,
-        "interval": "95 % percentile bootstrap over documents, 10 000 draws, seed 0",
-        "held_out": {
-            "fingerprint": held_out.fingerprint,
-            "documents": len(documents),
-            "blocks": len(blocks),
-            "targets": sum(int(block.targets.sum()) for block in blocks),
-            "origins": [held_out.origins[document] for document in documents],
-        },
-        "models": models,
-    }
+def records_of(losses: Sequence[BlockLoss], blocks: Blocks) -> list[Record]:
+    """The losses as a suite's records: an item is a block, its group the document."""
+    seen: Counter[int] = Counter()
+    records = []
+    for loss, block in zip(losses, blocks, strict=True):
+        own = prompt_hash(block.input_ids.tolist(), block.targets.long().tolist())
+        name = f"{loss.document}.{seen[loss.document]}"
+        seen[loss.document] += 1
+        records.append(Record(TASK, name, own, None, loss.loss, str(loss.document), loss.tokens))
+    return records

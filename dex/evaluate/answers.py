@@ -1,0 +1,125 @@
+"""What the model has answered so far, so that an interrupted evaluation goes on, and work shared between processes.
+
+A suite turns its items into requests, each with a key; `answer_all` asks the model for those that have no answer yet,
+a batch at a time, and every answer is on the disk before the next batch begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from dex.console import Bar
+from dex.errors import DexError
+from dex.processes import agree, first_given, gather, is_first, rank, stop_all
+
+
+class Answers:
+    """Answers by key, in JSON lines; with `file` None they are kept in memory alone."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file
+        self._known: dict[str, Any] = {}
+        if file is not None and file.exists():
+            self._read(file)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Any:
+        return self._known[key]
+
+    def add(self, answers: dict[str, Any]) -> None:
+        """Keep answers, on the disk too where this is the first process."""
+        self._known |= answers
+        if self.file is None or not is_first():
+            return
+        lines = "".join(json.dumps([key, value], ensure_ascii=False) + "\n" for key, value in answers.items())
+        try:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            reason = error.strerror or error
+            raise DexError(
+                f"{self.file} could not be written: {reason}; make room, and the same command goes on."
+            ) from error
+
+    def _read(self, file: Path) -> None:
+        """Up to the line that a kill cut, which is dropped from the file: the next answer would be appended to it."""
+        whole = 0
+        with file.open("rb") as lines:
+            for line in lines:
+                try:
+                    key, value = json.loads(line)
+                except ValueError:
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                self._known[key] = value
+                whole += len(line)
+        if is_first() and whole < file.stat().st_size:
+            with file.open("rb+") as cut:
+                cut.truncate(whole)
+
+
+def answer_all(
+    keys: Sequence[str],
+    batches: Sequence[Sequence[int]],
+    compute: Callable[[Sequence[int]], Sequence[Any]],
+    answers: Answers,
+    what: str,
+    sizes: Sequence[int] | None = None,
+    unit: str = "requests",
+) -> list[Any]:
+    """The answer to every request, in the order of `keys`.
+
+    batches: the requests that are computed together, by index, in the order in which they are done. compute: gets the
+    indices of (what is left of) one batch and returns an answer, a JSON value, for each. Requests of one key are
+    asked once. sizes: how much work each request is, in `unit`, for the progress bar.
+
+    Of several processes each computes every n-th batch, and all of them get all the answers; they all call this with
+    the same arguments.
+    """
+    ranks = gather(rank())  # this one alone, where a launcher has started several that have not joined
+    own, world = ranks.index(rank()), len(ranks)
+    asked: set[str] = set()
+    todo = [new for batch in batches if (new := _not_yet(batch, keys, answers, asked))]
+    sizes = sizes or [1] * len(keys)
+    total, left = sum(sizes), sum(sizes[i] for batch in todo for i in batch)
+    with Bar(what, total, unit, start=total - left) if is_first() and todo else nullcontext() as bar:
+        for start in range(0, len(todo), world):
+            together = todo[start : start + world]
+            batch = together[own] if own < len(together) else []
+            values = agree(lambda: list(compute(batch)) if batch else [])  # noqa: B023  (called at once)
+            found = {keys[i]: value for i, value in zip(batch, values, strict=True)}
+            for each in gather(found):
+                found |= each
+            problem = _kept(answers, found)
+            if problem is not None:
+                raise stop_all(problem)
+            left -= sum(sizes[i] for batch in together for i in batch)
+            if bar is not None:
+                bar.update(total - left)
+    return [answers[key] for key in keys]
+
+
+def _kept(answers: Answers, found: dict[str, Any]) -> str | None:
+    """Keep them; returns what all processes have to stop with where the first one cannot."""
+    problem = None
+    try:
+        answers.add(found)
+    except DexError as error:
+        problem = str(error)
+    return first_given(problem)
+
+
+def _not_yet(batch: Sequence[int], keys: Sequence[str], answers: Answers, asked: set[str]) -> list[int]:
+    left = []
+    for index in batch:
+        if keys[index] not in answers and keys[index] not in asked:
+            asked.add(keys[index])
+            left.append(index)
+    return left

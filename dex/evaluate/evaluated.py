@@ -1,0 +1,84 @@
+"""A model that is evaluated: a stock one, a DIFF model or an attached adapter, loaded alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dex.adapter import is_adapter, load_adapter
+from dex.errors import DexError
+from dex.models import ANY, LoadedModel, content_hash, device, load_model
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The model, on its device and in eval mode; `identity` says which it is, and `label` is its short name."""
+
+    label: str
+    model: Any  # a PreTrainedModel, or a PeftModel around one
+    tokenizer: PreTrainedTokenizerBase
+    identity: dict[str, Any]
+    batch_size: int
+
+    @property
+    def context(self) -> int:
+        """Tokens that its positions are made for."""
+        return int(self.model.config.max_position_embeddings)
+
+
+def load_evaluated(name: str, label: str, dtype: str, batch_size: int, revision: str | None = None) -> Evaluated:
+    """Load a model or an adapter by its Hub id or folder. Raises DexError where it cannot be had."""
+    if is_adapter(name):
+        if revision is not None:
+            raise DexError(f"{name} is an adapter, which names its base's revision itself; leave out --revision.")
+        model, base = load_adapter(name, dtype)
+        identity = {**_base_identity(base), "id": name, "base": base.source.id, "adapter": _adapter_hash(Path(name))}
+    else:
+        base = load_model(name, revision, dtype, families=ANY)
+        model, identity = base.model, _base_identity(base)
+    identity["dtype"] = str(base.model.dtype).removeprefix("torch.")
+    return Evaluated(label, model.to(device()).eval(), base.tokenizer, identity, batch_size)
+
+
+def _base_identity(base: LoadedModel) -> dict[str, Any]:
+    content = None if base.source.commit else content_hash(base.model)
+    return {**base.source.to_dict(), "fingerprint": base.fingerprint, "content": content}
+
+
+def _adapter_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def labels(models: Sequence[str]) -> list[str]:
+    """A short name of each model: the last part of its path that is no mere adapter or model; more, where two agree.
+
+    Raises DexError for a model that is named twice.
+    """
+    if len({str(Path(model)) for model in models}) < len(models):
+        raise DexError("A model is named twice; each is evaluated once.")
+    parts = [_telling(model) for model in models]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["-".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    # Only such parts tell them apart: runs/x/model and runs/x/adapter.
+    return ["-".join(Path(model).parts).strip("/-.") for model in models]
+
+
+def _telling(model: str) -> tuple[str, ...]:
+    path = Path(model)
+    if model in (".", "..") or not path.name:
+        path = path.resolve()
+    parts = tuple(part for part in path.parts if part not in ("/", ".", ".."))
+    while len(parts) > 1 and parts[-1] in ("adapter", "model"):
+        parts = parts[:-1]
+    return parts

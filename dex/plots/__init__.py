@@ -1,0 +1,49 @@
+"""Figures as PNG files, drawn with matplotlib (the extra `report`), each kind in a file of its own.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dex.errors import DexError
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+
+
+def check_matplotlib() -> None:
+    """Raise DexError, before any work is done, where figures cannot be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise DexError("Figures need matplotlib: pip install 'dex-llm[report]'.") from None
+
+
+def figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure of so many inches and its axes, drawn without a screen."""
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(made)
+    axes = made.subplots()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return made, axes
+
+
+def save(made: Any, path: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    partial = path.parent / f".{path.name}.partial"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without its date and version a figure of the same numbers is the same file.
+        made.savefig(partial, format="png", dpi=160, metadata={"Software": None})
+        partial.replace(path)
+    except OSError as error:
+        raise DexError(f"{path} could not be written: {error.strerror or error}.") from error
+    finally:
+        partial.unlink(missing_ok=True)

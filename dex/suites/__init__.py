@@ -1,0 +1,34 @@
+"""What `--suite` of `dex eval` can be: each suite is one class in one file of this folder, found by itself.
+
+The class holds the suite's settings and scores a loaded model's answers (`run`); loading, resuming, writing and
+comparing are the same for all (`dex.evaluate`). A new suite is a new file here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dex.errors import DexError
+from dex.named_classes import NamedClasses
+from dex.settings import one_of
+from dex.settings_file import SettingsFile
+from dex.suites.base import Outcome, Suite
+
+__all__ = ["SUITES", "AnySuite", "Outcome", "Suite", "read_suite_name", "suite_of"]
+
+_SUITES = NamedClasses(__name__, __path__, Suite, "suites")
+SUITES: dict[str, type[Suite]] = _SUITES.classes
+read_suite_name = _SUITES.check_name
+
+if TYPE_CHECKING:
+    AnySuite = Suite
+else:
+    AnySuite = _SUITES.union()
+
+
+def suite_of(name: str, settings: Sequence[str] = ()) -> Suite:
+    """The suite of a name, with its settings as `key=value`. Raises DexError for what is not known of either."""
+    if name not in SUITES:
+        raise DexError(f"{name!r} is not a suite; there is {one_of(name, list(SUITES))}.")
+    return SettingsFile(SUITES[name], f"suite {name}").from_overrides(settings, "--set")

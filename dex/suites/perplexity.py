@@ -1,0 +1,86 @@
+"""The loss on held-out text: that of a recipe's run, or of any text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import model_validator
+
+from dex.recipe import Data, data_block, load_recipe
+from dex.settings import Problem, clash, number, text, whole
+from dex.suites.base import Outcome, Suite
+
+if TYPE_CHECKING:
+    from dex.evaluate.answers import Answers
+    from dex.evaluate.evaluated import Evaluated
+
+OF_A_RECIPE = ("data", "block", "held_out", "tokens", "per_document")
+
+
+class Perplexity(Suite):
+    what: ClassVar[str] = "which measures the loss on held-out text"
+
+    name: Literal["perplexity"] = "perplexity"
+    recipe: Annotated[str | None, text(null=True)] = None  # a recipe, whose held-out part it is
+    data: Annotated[str, text()] = "pydoc"  # or text: a file, a folder, a Hub data set, pydoc or stdlib
+    block: Annotated[int, whole(above=1)] = 256
+    held_out: Annotated[float, number(above=0, below=1)] = 0.1  # share of the documents
+    tokens: Annotated[int | None, whole(above=0, null=True)] = None  # at most so many
+    per_document: Annotated[int | None, whole(above=1, null=True)] = None  # and at most so many of each
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Perplexity:
+        idle = [key for key in OF_A_RECIPE if key in self.model_fields_set]
+        if self.recipe is not None and idle:
+            raise clash([Problem((idle[0],), f"{idle[0]} has no effect beside recipe; leave one of them out")])
+        return self
+
+    def check(self) -> None:
+        self._data()
+
+    def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
+        from dex.evaluate.answers import answer_all
+        from dex.evaluate.held_out import TASK, BlockLoss, batches_of_one_length, losses_of_batch, records_of
+        from dex.evaluate.records import Task, prompt_hash
+        from dex.models import use_chat_template
+        from dex.run_data import held_out_blocks, prepare_data
+
+        data, tokens_of_run, template = self._data()
+        if template is not None:
+            use_chat_template(evaluated.tokenizer, Path(template))
+        prepared = prepare_data(data, evaluated.tokenizer, tokens_of_run)
+        blocks = held_out_blocks(data, prepared)
+        lengths = [len(block.input_ids) for block in blocks]
+        found = answer_all(
+            [f"{i}-{prompt_hash(block.input_ids.tolist())}" for i, block in enumerate(blocks)],
+            list(batches_of_one_length(lengths, evaluated.batch_size)),
+            lambda batch: [loss.loss for loss in losses_of_batch(evaluated.model, [blocks[i] for i in batch])],
+            answers,
+            evaluated.label,
+            lengths,
+            "tokens",
+        )
+        losses = [
+            BlockLoss(block.document, int(block.targets.sum()), loss)
+            for block, loss in zip(blocks, found, strict=True)
+        ]
+        held_out = {"fingerprint": prepared.held_out.fingerprint, "origins": prepared.held_out.origins}
+        return Outcome(
+            {TASK: Task("loss", higher_is_better=False)},
+            records_of(losses, blocks),
+            settings={"held_out_fingerprint": held_out["fingerprint"]},
+            figures={"held_out": held_out},
+        )
+
+    def _data(self) -> tuple[Data, int, str | None]:
+        """The data block, the budget that its held-out part belongs to, and the chat template.
+
+        How far a Hub data set was read depends on the budget.
+        """
+        if self.recipe is not None:
+            loaded = load_recipe(self.recipe)
+            return loaded.data, loaded.run.tokens, loaded.model.chat_template
+        settings = {"held_out_tokens": self.tokens, "held_out_per_document": self.per_document}
+        block = data_block(train=[{"source": self.data}], block=self.block, held_out=self.held_out, **settings)
+        return block, 1, None
