@@ -367,6 +367,64 @@ def evaluate(
 
 
 @app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="A study (YAML).", metavar="STUDY")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value", metavar="[KEY.PATH=VALUE]...")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="Make no run; report on those that are done.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run the variants of STUDY over its seeds, and report their differences; the same command goes on."""
+    from dex.study.study_file import load_study
+
+    loaded = load_study(file, overrides or [])
+    from dex.study import verb
+
+    result = verb.study(loaded, report_only=report)
+    show(result, verb.describe(result), as_json)
+
+
+@app.command()
+def compare(
+    context: typer.Context,
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="What dex eval -o wrote, all or one model of it, or a run.", metavar="RESULTS"),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A folder for compare.json, compare.md and forest.png.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The model that the others are compared with; the first if not given.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Compare only these tasks: a,b.")] = None,
+    require_no_regression: Annotated[
+        bool, typer.Option("--require-no-regression", help="Exit with 1 if a model is significantly worse.")
+    ] = False,
+    margin: Annotated[
+        float | None,
+        typer.Option(min=0, help="And unless each difference's interval shows it to be less than this much worse."),
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Compare evaluated models on the same items: paired differences, intervals, tests."""
+    _refuse_without(context, "--require-no-regression", {} if require_no_regression else {"margin": "margin"})
+    _refuse_without(context, "--output", {} if output else {"force": "force"})
+    from dex import compare as verb
+
+    names = [name.strip() for name in tasks.split(",")] if tasks is not None else None
+    made = verb.compare(folders, against=against, tasks=names, output=output, force=force)
+    lost = made.refusal(margin) if require_no_regression else None
+    written = f"\nwritten to {output}" if output else ""
+    show({**made.to_dict(), "regression": lost}, f"{made.describe()}{written}", as_json)
+    if lost is not None:
+        print(f"dex: {lost}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Run the whole pipeline on a tiny random model, offline, in under a minute."""
     from dex import doctor as verb

@@ -6,3 +6,7 @@ class DexError(Exception):
 
     Raised where the cause is known; shown once, without a traceback, by the command line (exit code 1).
     """
+
+
+class NotFinite(DexError):
+    """A run whose loss, gradient or weights are no numbers any more: a result of its settings, not a mistake."""

@@ -178,6 +178,6 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def stop_all(message: str) -> DexError:
+def stop_all(message: str, kind: type[DexError] = DexError) -> DexError:
     """The error to raise where all processes have come to the same conclusion, so that it is shown once."""
-    return DexError(message) if is_first() else SharedError(message)
+    return kind(message) if is_first() else SharedError(message)

@@ -55,11 +55,16 @@ def trained_folder(recipe: Recipe) -> Path:
     return Path(recipe.output) / recipe.method.result
 
 
+def lock_of(folder: Path, locks: Path) -> FileLock:
+    """A lock that stands for a folder, and lies elsewhere."""
+    name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    return FileLock(locks / f".run-{name}.lock", timeout=0)
+
+
 @contextmanager
 def used_alone(run: Path, locks: Path) -> Iterator[None]:
     """Keep a second `dex train` out of the run's folder. The lock goes with the process, however it ends."""
-    name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
-    lock = FileLock(locks / f".run-{name}.lock", timeout=0)
+    lock = lock_of(run, locks)
     try:
         locks.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -93,7 +98,7 @@ def open_run(run: Path, recipe: Recipe, force: bool) -> dict[str, Any] | None:
         before = load_recipe(saved)
     except DexError as error:
         raise DexError(f"{str(error).rstrip('.')}; put the run's own copy back, or pass --force.") from error
-    _refuse_another_recipe(run, before, recipe)
+    refuse_another_recipe(run, before, recipe)
     return _read_result(run, recipe)
 
 
@@ -200,7 +205,7 @@ def delete_run(run: Path) -> None:
         raise DexError(f"{run} could not be deleted: {error.strerror or error}.") from error
 
 
-def _refuse_another_recipe(run: Path, before: Recipe, now: Recipe) -> None:
+def refuse_another_recipe(run: Path, before: Recipe, now: Recipe) -> None:
     differing = [
         found for found in differences(before.model_dump(), now.model_dump()) if found[0] not in NOT_COMPARED
     ]

@@ -33,9 +33,14 @@ class SettingsFile(Generic[Settings]):
         named: Mapping[Place, Mapping[str, Any]] | None = None,
         lists: Mapping[Place, str] | None = None,
         hint: str = "",
+        maps: Sequence[Place] = (),
     ) -> None:
-        """lists: what a list is one of, for sentences. hint: where to find such a file, for one that is missing."""
+        """lists: what a list is one of, for sentences. hint: where to find such a file, for one that is missing.
+
+        maps: blocks whose keys are names of the user's own.
+        """
         self.root, self.what, self.named, self.lists, self.hint = root, what, named or {}, lists or {}, hint
+        self.maps = maps
         self.keys = _keys_by_block(root)
 
     def load(self, path: str | Path, overrides: Sequence[str] = ()) -> Settings:
@@ -55,6 +60,10 @@ class SettingsFile(Generic[Settings]):
     def parse(self, text: str, name: str, overrides: Sequence[str] = ()) -> Settings:
         """`load` for a text at hand; `name` stands for the file in error sentences."""
         return self._made(_Document(self, name, *self._read_yaml(text, name)), overrides)
+
+    def from_values(self, values: dict[str, Any], name: str) -> Settings:
+        """Settings that other settings were put together from."""
+        return self._made(_Document(self, name, values, {}), ())
 
     def from_overrides(self, overrides: Sequence[str], name: str) -> Settings:
         """Settings of the command line alone."""
@@ -117,7 +126,7 @@ class SettingsFile(Generic[Settings]):
                 yield Problem(path, f"{dotted(path)}: {shown(found['input'])} was given, {expected}")
 
     def _unknown_key(self, path: KeyPath, tag: str | None) -> str:
-        block, key = _without_indices(path[:-1]), str(path[-1])
+        block, key = self._block(path[:-1]), str(path[-1])
         known = self.keys.get(block, [])
         chosen = self.named.get(block, {}).get(tag or "")
         if chosen is not None:
@@ -137,10 +146,22 @@ class SettingsFile(Generic[Settings]):
         return f"{dotted(path)} is not a key of a {self.what}; {hint}"
 
     def _expected_block(self, path: KeyPath) -> str:
-        what = self.lists.get(_without_indices(path))
+        what = self.lists.get(self._block(path))
         if what is not None and not isinstance(path[-1], int):
             return f"a list of {what} is expected"
-        return f"a block with {self.named_keys(_without_indices(path))} is expected"
+        if path in self.maps:
+            return "a block with a name for each is expected"
+        return f"a block with {self.named_keys(self._block(path))} is expected"
+
+    def _block(self, path: KeyPath) -> Place:
+        """The place of a block, without the indices of lists and the user's own names."""
+        place: Place = ()
+        own_name = False
+        for key in path:
+            if isinstance(key, str) and not own_name:
+                place = (*place, key)
+            own_name = place in self.maps and not own_name
+        return place
 
     def named_keys(self, block: Place) -> str:
         return listed(self.keys[block])
@@ -246,10 +267,6 @@ def dotted(path: KeyPath) -> str:
 def listed(keys: list[str]) -> str:
     *first, last = keys
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _without_indices(path: KeyPath) -> Place:
-    return tuple(key for key in path if isinstance(key, str))
 
 
 def _keys_by_block(model: type[BaseModel], path: Place = ()) -> dict[Place, list[str]]:

@@ -23,7 +23,11 @@ from dex.output import refuse_to_overwrite_file, write_whole
 from dex.recipe import parse_recipe
 
 FOLDER = "recipes"  # in the repository, and so in the recipes
-COMPANIONS = ("accelerate", "chat", "studies")  # folders of files that are no recipes, but that recipes and commands name
+COMPANIONS = (
+    "accelerate",
+    "chat",
+    "studies",
+)  # folders of files that are no recipes, but that recipes and commands name
 NAMED = re.compile(rf"\b{FOLDER}/((?:{'|'.join(COMPANIONS)})/[\w.-]+)")
 
 

@@ -180,7 +180,8 @@ def observed_attention(model: PreTrainedModel, observe: Observer) -> Iterator[No
     """Call `observe` in every attention layer of every forward pass; the outputs stay those of SDPA.
 
     It works through transformers' own registry: no module is patched, and the model's own implementation is
-    back afterwards, also after an exception. For whole sequences, without a KV cache.
+    back afterwards, also after an exception. With a KV cache `observe` gets the keys in it too, [B, G, S, D], and a
+    mask [B, 1, T, S], or None for a single query, which sees all; `entropy` and `attend` take whole sequences alone.
     """
     AttentionInterface.register(IMPLEMENTATION, _observed_sdpa)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)  # without it every mask but causal would be lost

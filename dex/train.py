@@ -20,9 +20,8 @@ from dex.convert import Choice, choose_heads
 from dex.data import Prepared
 from dex.environment import environment
 from dex.errors import DexError
-from dex.evaluate.held_out import TASK, held_out_losses, records_of, summarise
+from dex.evaluate.held_out import held_out_losses, held_out_result, summarise
 from dex.evaluate.paired import Interval
-from dex.evaluate.records import Record, Result, Task
 from dex.evaluate.run import interval
 from dex.heads import HeadPlan
 from dex.loss import refuse_without_liger
@@ -244,27 +243,13 @@ def _finish(recipe: Recipe, trainer: DexTrainer, data: Prepared, inputs: dict[st
 
     def write() -> None:
         _save_result(subject, output, result, state)
-        _held_out_result(recipe, data, records_of(losses, blocks)).write(output.parent / HELD_OUT)
+        run, model = output.parent, {"id": str(output), "base": recipe.model.id}
+        evaluated = held_out_result(run.name, model, losses, blocks, data.held_out, {"recipe": str(run / RECIPE)})
+        evaluated.write(run / HELD_OUT)
         write_json(output.parent / "result.json", result)
 
     on_first(write)
     return result
-
-
-def _held_out_result(recipe: Recipe, data: Prepared, records: list[Record]) -> Result:
-    """The run's own evaluation, as `dex eval --suite perplexity --set recipe=…` writes one."""
-    run = Path(recipe.output)
-    held_out = {"fingerprint": data.held_out.fingerprint, "origins": data.held_out.origins}
-    return Result(
-        suite="perplexity",
-        label=run.name,
-        model={"id": str(trained_folder(recipe)), "base": recipe.model.id},
-        settings={"recipe": str(run / RECIPE), "held_out_fingerprint": held_out["fingerprint"]},
-        tasks={TASK: Task("loss", higher_is_better=False)},
-        records=records,
-        figures={"held_out": held_out},
-        environment=environment(),
-    )
 
 
 def _save_result(subject: Subject, output: Path, result: dict[str, Any], state: Any) -> None:

@@ -30,7 +30,7 @@ from dex.checkpoints import (
 )
 from dex.console import say
 from dex.data import Packed, RunOrder
-from dex.errors import DexError
+from dex.errors import DexError, NotFinite
 from dex.log_figures import LogFigures
 from dex.loss import CrossEntropy, causal_lm_loss, chunked_cross_entropy, liger_cross_entropy
 from dex.methods import Method
@@ -146,7 +146,8 @@ class DexTrainer(Trainer):
             what, where = f"The gradient of step {step} has the norm {norm}", f"over the blocks {_listed(update)}"
         return stop_all(
             f"{what}, {where} of {self.order.packed.folder}; the run stopped before the update; "
-            f"{kept(self.checkpoints)}. Try a lower run.lr, with another output or --force."
+            f"{kept(self.checkpoints)}. Try a lower run.lr, with another output or --force.",
+            NotFinite,
         )
 
     def _blocks_of(self, micro: int) -> list[int]:
@@ -202,7 +203,8 @@ class DexTrainer(Trainer):
         if any_of(not all(bool(tensor.isfinite().all()) for tensor in own)):
             raise stop_all(
                 f"The weights after step {self.state.global_step} are not finite, and are not saved; "
-                f"{kept(self.checkpoints)}. Try a lower run.lr, with another output or --force."
+                f"{kept(self.checkpoints)}. Try a lower run.lr, with another output or --force.",
+                NotFinite,
             )
 
     def _put_in_place(self, name: str, problem: str | None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from dex import memory
 
 Step = Callable[[], Any]
 
@@ -34,6 +34,7 @@ def figure(name: str, value: float, target: str, met: bool) -> dict[str, Any]:
 
 
 def resident(what: str = "VmHWM") -> int:
-    """Bytes of this process: VmHWM, the most so far (getrusage would begin with its parent's), or VmRSS, now."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{what}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+    """Bytes of this process: VmHWM, the most so far, or VmRSS, now."""
+    found = memory.resident(what)
+    assert found is not None, "the benchmark needs Linux' /proc"
+    return found

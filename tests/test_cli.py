@@ -17,7 +17,7 @@ from tiny import write_tiny
 
 from dex import cli
 
-COMMANDS = ("heads", "convert", "train", "fold", "eval", "doctor")
+COMMANDS = ("heads", "convert", "train", "fold", "eval", "compare", "doctor")
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dex.errors import DexError
-from dex.evaluate.paired import Interval, mean_score, paired_difference, perplexity
+from dex.evaluate import paired
+from dex.evaluate.paired import Interval, mean_over_tasks, mean_score, paired_difference, perplexity
 
 
 def test_a_constant_difference_has_an_interval_without_width() -> None:
@@ -105,3 +106,31 @@ def test_the_interval_covers_the_truth_as_often_as_it_says_when_items_of_a_group
             hits, block_hits = hits + (covered and is_document), block_hits + (covered and not is_document)
     assert 0.89 <= hits / trials <= 0.98
     assert block_hits / trials < 0.75
+
+
+def test_drawing_kinds_of_groups_is_drawing_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of 0 and 1 have two kinds of groups. The bounds of 10 000 draws are uncertain by 3 % of the spread."""
+    scores, alike, groups = (np.arange(2000) % 5 < 2).astype(float), np.ones(2000), np.arange(2000)
+    kinds = mean_score(scores, alike, groups)
+    monkeypatch.setattr(paired, "ALIKE", 2000)
+    one_by_one = mean_score(scores, alike, groups)
+    assert kinds != one_by_one
+    assert kinds == pytest.approx(one_by_one, abs=0.1 * (0.24 / 2000) ** 0.5)
+
+
+def test_the_difference_the_other_way_round_is_the_negative() -> None:
+    rng = np.random.default_rng(0)
+    for a, b in (rng.random((2, 300)), rng.integers(2, size=(2, 300))):
+        mean, low, high = paired_difference(a, b, np.ones(300), np.arange(300))
+        assert low is not None
+        assert high is not None
+        assert paired_difference(b, a, np.ones(300), np.arange(300)) == pytest.approx((-mean, -high, -low))
+
+
+def test_a_mean_over_one_task_is_its_mean_and_over_the_same_task_twice_too() -> None:
+    scores = np.random.default_rng(0).random(30)
+    task = (scores, np.ones(30), np.arange(30))
+    assert mean_over_tasks([task]) == mean_score(*task)
+    assert mean_over_tasks([task, task]) == pytest.approx(mean_score(*task))
+    binary = ((scores > 0.5).astype(float), np.ones(30), np.arange(30))
+    assert mean_over_tasks([binary, (1 - binary[0], *binary[1:])]) == pytest.approx((0.5, 0.5, 0.5))

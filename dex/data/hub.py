@@ -44,7 +44,7 @@ def pin(source: Source) -> Source:
     try:
         commit = HfApi().dataset_info(source.source, revision=source.revision).sha
     except Exception as error:
-        raise _explained(source, error) from error
+        raise explained(source, error) from error
     return replace(source, revision=commit)
 
 
@@ -75,7 +75,7 @@ def _builder(source: Source) -> Any:
     try:
         return datasets.load_dataset_builder(source.source, source.name, revision=source.revision)
     except Exception as error:
-        raise _explained(source, error) from error
+        raise explained(source, error) from error
 
 
 def _files(builder: Any, source: Source) -> list[DataFile] | None:
@@ -196,7 +196,7 @@ def _by_the_client(builder: Any, source: Source, columns: Sequence[str], place: 
     try:
         stream = builder.as_streaming_dataset(split=source.split)
     except Exception as error:
-        raise _explained(source, error) from error
+        raise explained(source, error) from error
     there = stream.column_names
     if there is not None:
         column = next((column for column in columns if column in there), None)
@@ -212,7 +212,7 @@ def _by_the_client(builder: Any, source: Source, columns: Sequence[str], place: 
         yield Row("", value, number), Place(0, number, number)
 
 
-def _explained(source: Source, error: Exception) -> DexError:
+def explained(source: Source, error: Exception) -> DexError:
     """The one sentence for what the clients raise while a data set is opened."""
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError

@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from dex.console import Bar
-from dex.data import HeldOutBlock
+from dex.data import HeldOut, HeldOutBlock
+from dex.environment import environment
 from dex.evaluate.paired import Interval, mean_score, paired_difference, perplexity
-from dex.evaluate.records import Record, prompt_hash
+from dex.evaluate.records import Record, Result, Task, prompt_hash
 from dex.loss import token_losses
 from dex.processes import gather, is_first, rank
 
@@ -108,3 +110,24 @@ def records_of(losses: Sequence[BlockLoss], blocks: Blocks) -> list[Record]:
         seen[loss.document] += 1
         records.append(Record(TASK, name, own, None, loss.loss, str(loss.document), loss.tokens))
     return records
+
+
+def held_out_result(
+    label: str,
+    model: dict[str, Any],
+    losses: Sequence[BlockLoss],
+    blocks: Blocks,
+    held_out: HeldOut,
+    settings: dict[str, Any] | None = None,
+) -> Result:
+    """A run's own evaluation, as `dex eval --suite perplexity` writes one."""
+    return Result(
+        suite="perplexity",
+        label=label,
+        model=model,
+        settings={**(settings or {}), "held_out_fingerprint": held_out.fingerprint},
+        tasks={TASK: Task("loss", higher_is_better=False)},
+        records=records_of(losses, blocks),
+        figures={"held_out": {"fingerprint": held_out.fingerprint, "origins": held_out.origins}},
+        environment=environment(),
+    )

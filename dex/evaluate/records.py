@@ -16,10 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dex.errors import DexError
-from dex.evaluate.paired import Interval, interval_of, mean_score, paired_difference, perplexity, resampled_means
+from dex.evaluate.paired import Interval, mean_over_tasks, mean_score, paired_difference, perplexity
 from dex.output import write_json, write_whole
 
 SCHEMA = 1
@@ -76,16 +74,10 @@ class Result:
         return mean_score(*columns(self.of_task(task)))
 
     def average(self) -> Interval | None:
-        """The mean of the tasks' means, each counting once; None for one task, or tasks of different metrics' sense.
-
-        Its interval draws the groups of every task anew.
-        """
+        """The mean of the tasks' means, each counting once; None for one task, or metrics of different sense."""
         if len(self.tasks) < 2 or len({task.higher_is_better for task in self.tasks.values()}) > 1:
             return None
-        drawn = [resampled_means(*columns(self.of_task(task)), seed=i) for i, task in enumerate(self.tasks)]
-        mean = float(np.mean([self.score(task).mean for task in self.tasks]))
-        whole = [each for each in drawn if each is not None]
-        return interval_of(mean, np.mean(whole, axis=0) if len(whole) == len(drawn) else None)
+        return mean_over_tasks([columns(self.of_task(task)) for task in self.tasks])
 
     def summary(self) -> dict[str, Any]:
         """What result.json holds."""
@@ -182,6 +174,10 @@ def read_result(folder: Path) -> Result:
             name: len(result.of_task(name)) for name in tasks
         }:
             raise ValueError("items are missing")
+        if len({(record.task, record.id) for record in records}) < len(records):
+            raise ValueError("an item is there twice")
+        if not all(isinstance(each, int | float) for record in records for each in (record.score, record.weight)):
+            raise ValueError("a score or weight is not a number")
     except FileNotFoundError:
         raise DexError(f"{folder} has no {ITEMS}; evaluate again.") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dex.console import say
 from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluate.answers import Answers
+from dex.evaluate.comparison import compare_results, table_cells
 from dex.evaluate.evaluated import Evaluated, labels, load_evaluated
-from dex.evaluate.paired import Interval
 from dex.evaluate.records import RESULT, Result, read_result
+from dex.evaluate.tables import interval, rendered, terminal
 from dex.output import put_in_place, refuse_file_above, write_json
 from dex.processes import agree, join, on_first
 from dex.suites import Suite
@@ -173,20 +173,14 @@ def describe(results: Sequence[Result]) -> str:
     averages = [result.average() for result in results]
     if averages[0] is not None:
         table.add_row("average", "", *(interval(each) if each else "" for each in averages))
-    return rendered(table) + f"{len(first.records):,} items of each model"
+    text = rendered(table) + f"{len(first.records):,} items of each model"
+    return text if len(results) == 1 else f"{text}\n\n{_differences(results)}"
 
 
-def rendered(table: Table) -> str:
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
-
-
-def interval(value: Interval, digits: int = 4, sign: bool = False) -> str:
-    """The mean and its interval, as a table shows them."""
-    plus = "+" if sign else ""
-    mean = f"{value.mean:{plus}.{digits}f}"
-    if value.low is None or value.high is None:
-        return f"{mean} [one group: no interval]"
-    return f"{mean} [{value.low:{plus}.{digits}f}, {value.high:{plus}.{digits}f}]"
+def _differences(results: Sequence[Result]) -> str:
+    """The other models against the first one."""
+    try:
+        table = terminal(*table_cells(compare_results([results])))
+    except DexError as error:  # other tokenizers, say; the results stand all the same
+        return f"Not compared: {error}"
+    return f"{table}differences are from {results[0].label}; dex compare makes files of them"

@@ -5,6 +5,7 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,23 @@ def check_matplotlib() -> None:
 
 def figure(width: float, height: float) -> tuple[Any, Any]:
     """A figure of so many inches and its axes, drawn without a screen."""
+    made, (axes,) = panels(width, [height])
+    return made, axes
+
+
+def panels(width: float, heights: Sequence[float]) -> tuple[Any, list[Any]]:
+    """The same with axes below each other, of so many inches each."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(width, height), layout="constrained")
+    made = Figure(figsize=(width, sum(heights)), layout="constrained")
     FigureCanvasAgg(made)
-    axes = made.subplots()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return made, axes
+    drawn = list(made.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
+    for axes in drawn:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    return made, drawn
 
 
 def save(made: Any, path: Path) -> None:

@@ -42,6 +42,8 @@ class Suite(Block):
         name: str
 
     what: ClassVar[str]  # "which asks for needles in a haystack", for sentences
+    # Settings that only say which items there are: results may differ in them, since items are compared one by one.
+    which_items: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> None:
         """Raise DexError for what is missing (a package, a file), before a model is loaded."""

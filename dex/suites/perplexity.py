@@ -20,6 +20,7 @@ OF_A_RECIPE = ("data", "block", "held_out", "tokens", "per_document")
 
 class Perplexity(Suite):
     what: ClassVar[str] = "which measures the loss on held-out text"
+    which_items: ClassVar[tuple[str, ...]] = ("recipe", *OF_A_RECIPE)
 
     name: Literal["perplexity"] = "perplexity"
     recipe: Annotated[str | None, text(null=True)] = None  # a recipe, whose held-out part it is

@@ -1,0 +1,224 @@
+"""One run of a study, in a process of its own: its memory is its own, and what it breaks is its own.
+
+The process is forked from a server that has imported the libraries once, so that a run of seconds is not one of
+imports.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from dex.errors import DexError, NotFinite
+from dex.study.jobs import EVALS, RECORD, Done, Job, write_done
+from dex.study.study_file import Fresh, Study
+
+STOPPED, BUSY = "stopped", "busy"
+
+
+def in_own_process(work: Callable[..., str | None], *arguments: Any) -> str | None:
+    """Call `work` in a process of its own and return what it does.
+
+    Raises the DexError that it raised, and one for a process that died. SIGTERM goes on to it; Ctrl-C it gets itself.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dex.study.imports"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, work, arguments))
+    process.start()
+    theirs.close()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: _pass_on(process))
+    try:
+        answer = _received(ours, process)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    kind, value = answer
+    if kind == "error":
+        raise DexError(value)
+    return value
+
+
+def _pass_on(process: Any) -> None:
+    if process.is_alive():
+        process.terminate()
+
+
+def _received(connection: Connection, process: Any) -> tuple[str, Any]:
+    while True:
+        try:
+            answer: tuple[str, Any] = connection.recv()
+            process.join()
+            return answer
+        except KeyboardInterrupt:
+            continue  # the process has had the signal too, and saves a checkpoint
+        except EOFError:
+            process.join()
+            raise DexError(
+                f"A run's process ended with exit code {process.exitcode} and said nothing (killed, or out of "
+                "memory); run the same command to go on."
+            ) from None
+
+
+def _child(connection: Connection, work: Callable[..., str | None], arguments: tuple[Any, ...]) -> None:
+    from dex.cli import quiet_libraries
+
+    quiet_libraries()
+    try:
+        connection.send(("ok", work(*arguments)))
+    except DexError as error:
+        connection.send(("error", str(error)))
+    except KeyboardInterrupt:
+        connection.send(("error", "Interrupted; run the same command to go on."))
+
+
+def run_job(study: Study, job: Job) -> str | None:
+    """Train (or only load) the variant and measure its held-out loss; writes the run's record.
+
+    Returns STOPPED where a signal ended it before, with a checkpoint, and BUSY where another `dex study` has it.
+    """
+    from dex.memory import resident
+
+    began = time.monotonic()
+    folder = job.folder(Path(study.output))
+    with _alone(folder) as alone:
+        if not alone:
+            return BUSY
+        if (folder / RECORD).exists():
+            return None  # by another `dex study` meanwhile
+        diverged: str | None = None
+        result: dict[str, Any] = {}
+        try:
+            result = _measured(study, job, folder)
+        except NotFinite as error:
+            diverged = str(error)
+        if result.get("finished") is False:
+            return STOPPED
+        memory = {"host": resident(), "device": _device_memory()}
+        write_done(Done(job, folder, result, diverged, round(time.monotonic() - began, 1), memory))
+        _drop(folder / "checkpoints")
+    return None
+
+
+def _measured(study: Study, job: Job, folder: Path) -> dict[str, Any]:
+    from dex.train import train
+
+    if job.lr is None or job.seed is None:
+        return _as_it_is(study, job, folder)
+    recipe = study.recipe(job.point, job.variant, job.lr, job.seed, folder, _fresh(study, job, folder))
+    return train(recipe)
+
+
+def _fresh(study: Study, job: Job, folder: Path) -> str | None:
+    """The folder of the run's own fresh model, made if it is not there; None where it begins with a given one."""
+    wanted = study.fresh(job.point, job.variant)
+    if wanted is None:
+        return None
+    made = folder.parent / f".{folder.name}.fresh"  # beside the run's folder, which has to begin empty
+    if not made.exists():
+        make_fresh(wanted, made, job.seed or 0)
+    return str(made)
+
+
+def make_fresh(wanted: Fresh, folder: Path, seed: int) -> None:
+    """Write a model with fresh weights. Raises DexError for a size or an option that does not fit."""
+    from dex.init import init
+    from dex.layouts.options import parse_options
+    from dex.models import load_outline
+
+    config, source = load_outline(wanted.like, None)
+    with tempfile.TemporaryDirectory(prefix="dex-like-") as scratch:
+        changed = {**config.to_dict(), **wanted.config}
+        Path(scratch, "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        options = parse_options([f"{name}={value}" for name, value in wanted.options.items()])
+        like = str(Path(scratch, "config.json"))
+        init(wanted.layout, like, folder, options=options, tokenizer=source.id, seed=seed)
+
+
+def _as_it_is(study: Study, job: Job, folder: Path) -> dict[str, Any]:
+    """The held-out loss of the model before any training, on the blocks of the study's runs."""
+    from dex.evaluate.held_out import held_out_losses, held_out_result, summarise
+    from dex.models import device
+    from dex.run_data import held_out_blocks
+    from dex.run_folder import HELD_OUT
+    from dex.train import load_base, prepare
+
+    recipe = study.recipe(job.point, job.variant, study.rates(study.control)[0], study.seeds[0], folder, None)
+    base = load_base(recipe)
+    data = prepare(recipe, base)
+    blocks = held_out_blocks(recipe.data, data)
+    losses = held_out_losses(base.model.to(device()), blocks, recipe.run.micro_batch, job.variant)
+    held_out_result(job.variant, {"id": recipe.model.id}, losses, blocks, data.held_out).write(folder / HELD_OUT)
+    loss, perplexity = summarise(losses)
+    return {"held_out_loss": loss._asdict(), "held_out_perplexity": perplexity._asdict(), "branch": None}
+
+
+def run_suites(study: Study, job: Job) -> str | None:
+    """Evaluate the study's suites on what the run trained; what is there is not evaluated again."""
+    from dex.evaluate.run import evaluate
+
+    folder = job.folder(Path(study.output))
+    with _alone(folder) as alone:
+        if not alone:
+            return BUSY
+        for suite in study.suites:
+            evaluate([_trained(study, job, folder)], folder / EVALS, suite, batch_size=4)
+    return None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Is the run this process's? Several `dex study` share the runs of one output; a killed one leaves no lock."""
+    from filelock import Timeout
+
+    from dex.run_data import cache_dir
+    from dex.run_folder import lock_of
+
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    lock = lock_of(folder / RECORD, cache_dir())
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _trained(study: Study, job: Job, folder: Path) -> str:
+    if job.lr is None:
+        own = {**study.shared.model, **study.variants[job.variant].model}
+        return str(own["id"])
+    there = [path for path in (folder / "adapter", folder / "model") if path.exists()]
+    if not there:
+        raise DexError(
+            f"{folder} has no weights to evaluate: they were dropped (keep_weights: false) before this suite was "
+            "asked for; delete the folder, and the same command trains it again."
+        )
+    return str(there[0])
+
+
+def drop_weights(folder: Path) -> None:
+    """Remove what a run trained; its figures, records and log stay."""
+    _drop(folder / "adapter", folder / "model", folder.parent / f".{folder.name}.fresh")
+
+
+def _drop(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _device_memory() -> int | None:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
