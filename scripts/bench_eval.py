@@ -2,9 +2,9 @@
 
     python scripts/bench_eval.py [--only lm] [--model MODEL] [--items 40] [--batch-size 4] [--repeats 3]
 
-lm: the suite against lm-evaluation-harness' own HFLM, on one model, the same items of HellaSwag's shape (contexts of 40
-words and four endings of 18, of Python's documentation) and at one batch size; the two alternate in one process. How
-far their log-likelihoods are apart comes with it. Run it on a machine that does nothing else.
+lm: the suite against lm-evaluation-harness' own HFLM, on one model, the same items of HellaSwag's shape (contexts of
+40 words and four endings of 18, of Python's documentation) and at one batch size; the two alternate in one process.
+How far their log-likelihoods are apart comes with it. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import json
 import random
 import tempfile
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from pydoc_data.topics import topics
 
 from bench_timing import alternate, figure, ratio
 from dex.cli import quiet_libraries
@@ -87,7 +87,8 @@ def lm(model: str, items: int, batch_size: int, repeats: int) -> None:
     value = ratio(seconds["harness"], seconds["suite"])
     show(figure(f"lm suite / the harness' own, speed ({what})", value, "≥ 0.9", value >= 0.9))
     apart = max(abs(a - b) / abs(b) for a, b in zip(found["suite"], found["harness"], strict=True))
-    show(figure("their log-likelihoods apart, relative", apart, "≤ 1e-4", apart <= 1e-4))
+    name, limit = "their log-likelihoods apart, relative", 1e-4
+    show({"figure": name, "value": float(f"{apart:.1e}"), "target": f"≤ {limit:.0e}", "met": apart <= limit})
 
 
 def main() -> None:

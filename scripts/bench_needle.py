@@ -54,7 +54,9 @@ def shared(length: int, repeats: int) -> Iterator[dict[str, Any]]:
 
     seconds = alternate({"whole": whole_prompts, "shared": one_haystack}, repeats, warm_up=False)
     faster = ratio(seconds["whole"], seconds["shared"])
-    yield figure(f"needle shared prefill, {QUERIES} queries of {length} tokens, times faster", faster, ">= 3", faster >= 3)
+    yield figure(
+        f"needle shared prefill, {QUERIES} queries of {length} tokens, times faster", faster, ">= 3", faster >= 3
+    )
 
 
 def memory(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -85,12 +87,12 @@ def analysis_memory(length: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("shared", "memory"))
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8_192, 16_384, 32_768, 65_536])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--child", type=int)
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     quiet_libraries()
     if given.child is not None:

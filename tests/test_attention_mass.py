@@ -45,7 +45,8 @@ def masses_by_hand(model: Any, hay: Haystack, which: int, answer: list[int]) -> 
         heads = both[0]
         attention = stock.get_decoder().layers[index].self_attn
         if is_signed(model):
-            heads = signed(attention, *heads.chunk(2), hidden[index])
+            first, second = heads.chunk(2)
+            heads = signed(attention, first, second, hidden[index])
         rows = heads[:, len(prompt) - 1 :]  # [H, t, T]
         taken: dict[str, list[int]] = {span: [] for span in SPANS}
         for token in range(whole.shape[1]):

@@ -134,6 +134,8 @@ def test_the_average_counts_every_task_once_and_flips_the_groups_of_each() -> No
     (found,) = row.differences
     assert found.score.mean == found.difference.mean == pytest.approx((2 / 3 + 1 / 2) / 2)
     assert found.p == pytest.approx(2 / 2**3)  # of ±1/3 ±1/3 ±1/2 only all alike are as far from zero
+    evens_out = result_of("c", {"t": [1.0, 1.0, 1.0], "u": [-1.0, -1.0]})
+    assert compare_results([[base, evens_out]])[-1].differences[0].p == 1.0
 
 
 def test_there_is_no_average_of_what_is_good_when_high_and_when_low() -> None:
@@ -359,20 +361,19 @@ def test_results_of_two_models_under_one_label_are_refused(tmp_path: Path) -> No
 
 
 def test_a_regression_is_what_is_significantly_worse(tmp_path: Path) -> None:
-    made = of_three(tmp_path)
+    made = compare(write_three(tmp_path))
     assert made.regressions() == [("bad", "t"), ("bad", "the average of lm")]
     assert made.refusal() == "A regression from base: bad on t, the average of lm."
 
 
-def of_three(folder: Path) -> Comparison:
+def write_three(folder: Path) -> list[Path]:
     """`bad` loses 15 of 40 on t; `same` loses 1 of 40 on u, which shows nothing."""
-    for label, t, u in (("base", 20, 20), ("bad", 5, 20), ("same", 20, 19)):
-        written(folder, label, {"t": answers(t), "u": answers(u)})
-    return compare([folder / "base", folder / "bad", folder / "same"])
+    right = {"base": (20, 20), "bad": (5, 20), "same": (20, 19)}
+    return [written(folder, label, {"t": answers(t), "u": answers(u)}) for label, (t, u) in right.items()]
 
 
 def test_a_margin_asks_that_no_more_can_be_lost(tmp_path: Path) -> None:
-    made = of_three(tmp_path)
+    made = compare(write_three(tmp_path))
     low = made.rows[1].differences[1].difference.low
     assert low is not None
     assert -0.1 < low < 0
@@ -414,7 +415,7 @@ def test_what_has_no_interval_is_not_within_a_margin(tmp_path: Path) -> None:
 def test_the_exit_code_says_whether_something_was_lost_and_the_table_comes_first(
     run: Any, tmp_path: Path, options: tuple[str, ...], models: tuple[str, str], code: int, as_json: bool
 ) -> None:
-    of_three(tmp_path)
+    write_three(tmp_path)
     found, out, err = run("compare", *(tmp_path / name for name in models), *options, *["--json"] * as_json)
     assert found == code
     assert (err == "") == (code == 0)
@@ -456,8 +457,7 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(
 
 
 def test_the_files_hold_what_was_found_and_are_the_same_each_time(tmp_path: Path) -> None:
-    of_three(tmp_path / "results")
-    folders = [tmp_path / "results" / name for name in ("base", "bad", "same")]
+    folders = write_three(tmp_path / "results")
     made = compare(folders, output=tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["compare.json", "compare.md", "forest.png"]
     assert json.loads((tmp_path / "out" / "compare.json").read_text()) == json.loads(json.dumps(made.to_dict()))
@@ -474,8 +474,7 @@ def test_the_files_hold_what_was_found_and_are_the_same_each_time(tmp_path: Path
 def test_the_plot_shows_each_difference_in_its_models_colour(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    of_three(tmp_path / "results")
-    compare([tmp_path / "results" / name for name in ("base", "bad", "same")], output=tmp_path / "out")
+    compare(write_three(tmp_path / "results"), output=tmp_path / "out")
     image = imread(tmp_path / "out" / "forest.png")[..., :3]
     for colour in ("#0072B2", "#D55E00"):
         rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])

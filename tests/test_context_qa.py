@@ -14,8 +14,10 @@ import torch
 from hub_server import HubServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import get_peft_model
 from tiny import tiny_diff_v1, tiny_diff_v2, tiny_model, tiny_tokenizer, write_tiny
 
+import dex
 from dex.errors import DexError
 from dex.evaluate import context_qa
 from dex.evaluate.answers import Answers
@@ -114,9 +116,9 @@ def test_a_question_that_does_not_fit_is_named() -> None:
 # Answers
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3", "diff-v1", "diff-v2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3", "diff-v1", "diff-v2", "attached"])
 def test_an_answer_is_the_greedy_one_of_a_plain_forward_pass(family: str) -> None:
-    made = {"diff-v1": tiny_diff_v1, "diff-v2": tiny_diff_v2}
+    made = {"diff-v1": tiny_diff_v1, "diff-v2": tiny_diff_v2, "attached": attached}
     model = made[family]() if family in made else tiny_model(family, seed=5)
     tokenizer = tiny_tokenizer()
     items = [item("a" * 300, "Who?", "1"), item("a" * 300, "Where?", "2"), item("bc", "Who?", "3")]
@@ -128,6 +130,15 @@ def test_an_answer_is_the_greedy_one_of_a_plain_forward_pass(family: str) -> Non
         ids = [*prompt.before, *prompt.after]
         (answer,) = [value for key, value in answers._known.items() if key.startswith(f"mine, {one.id},")]
         assert answer == tokenizer.decode(greedy(model, ids, NEW["question"]), skip_special_tokens=True)
+
+
+def attached() -> Any:
+    model = get_peft_model(tiny_model(seed=5), dex.DexConfig(heads="all"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "dex_" in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    return model.eval()
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -87,12 +87,12 @@ def test_a_number_counts_however_it_is_written_and_no_other_does(value: int, oth
 class Reader:
     """In `Prefix`'s place: reads the haystack's text, and answers by what stands there."""
 
-    shift = 0  # which needle it answers with: the one that is asked for, or the next one
-    read: list[int] = []
+    shift: ClassVar[int]  # which needle it answers with: 0 for the one that is asked for, 1 for the next one
+    read: ClassVar[list[int]]
 
     def __init__(self, model: Any, ids: list[int]) -> None:
         self.text = tiny_tokenizer().decode(ids)
-        type(self).read.append(len(ids))
+        self.read.append(len(ids))
 
     def greedy(self, question: list[int], max_new_tokens: int, stop: Any) -> list[int]:
         found = [line for line in self.text.split("\n") if line.startswith("The special magic number for ")]
@@ -108,8 +108,9 @@ class Reader:
 def test_a_model_that_reads_the_needle_is_right_everywhere_and_one_that_reads_another_nowhere(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompting: str, shift: int
 ) -> None:
-    reader = type("Counting", (Reader,), {"shift": shift, "read": []})
-    monkeypatch.setattr(needle, "Prefix", reader)
+    monkeypatch.setattr(Reader, "shift", shift, raising=False)
+    monkeypatch.setattr(Reader, "read", [], raising=False)
+    monkeypatch.setattr(needle, "Prefix", Reader)
     (result,) = evaluate([model], tmp_path / "out", small(f"prompting={prompting}", "plot=false", "samples=2"))
     grid = result.figures["grid"]
     assert grid["retrieved"] == [[1.0 - shift] * 2] * 3
@@ -117,7 +118,7 @@ def test_a_model_that_reads_the_needle_is_right_everywhere_and_one_that_reads_an
     assert Counter((r.details["depth"], r.details["length"]) for r in result.records) == {
         (depth, length): 4 for depth in (0, 50, 100) for length in (420, 500)
     }
-    assert len(reader.read) == 2 * 3 * 2  # the two queries of a haystack share it
+    assert len(Reader.read) == 2 * 3 * 2  # the two queries of a haystack share it
     assert {task: result.score(task).mean for task in result.tasks} == {
         "needle-420": 1.0 - shift,
         "needle-500": 1.0 - shift,
@@ -242,7 +243,7 @@ def of_one_rank_of_two(rank: int, model: str, folder: str) -> None:
             haystacks += 1
             super().__init__(*args)
 
-    needle.Prefix = Counted  # type: ignore[misc]
+    needle.Prefix = Counted  # type: ignore[assignment, misc]  # this process ends here
     found = ask_all(evaluated, items_for(evaluated, small()))
     Path(folder, f"{rank}.json").write_text(json.dumps({"found": found, "haystacks": haystacks}))
     torch.distributed.destroy_process_group()

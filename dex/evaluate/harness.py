@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dex.errors import DexError
 from dex.evaluate.answers import Answers
 from dex.evaluate.evaluated import Evaluated
-from dex.evaluate.harness_tasks import Known, TaskChoice, data_of, harness_version, load_tasks, seed_harness
+from dex.evaluate.harness_tasks import (
+    Known,
+    TaskChoice,
+    bars_off,
+    data_of,
+    harness_version,
+    load_tasks,
+    seed_harness,
+)
 from dex.evaluate.records import Record, Task, prompt_hash
 
 BITS = "bits_per_byte"
@@ -41,7 +48,7 @@ def run_harness(evaluated: Evaluated, answers: Answers, choice: TaskChoice, limi
 
     model = HarnessModel(evaluated, answers)
     seed_harness()
-    with _without_its_bar():
+    with bars_off():
         found = evaluate(
             model,
             {"tasks": loaded},
@@ -60,19 +67,6 @@ def run_harness(evaluated: Evaluated, answers: Answers, choice: TaskChoice, limi
     figures = {"harness": _numbers(found["results"]), "truncated_prompts": model.truncated}
     settings = {"harness": harness_version(), "data_of_tasks": {name: data_of(task) for name, task in loaded.items()}}
     return Ran(tasks, records, figures, settings)
-
-
-@contextmanager
-def _without_its_bar() -> Iterator[None]:
-    """Its bar over the making of prompts has no switch."""
-    from lm_eval.api import task
-
-    bar = task.tqdm
-    task.tqdm = lambda items, **_: items
-    try:
-        yield
-    finally:
-        task.tqdm = bar
 
 
 # Records

@@ -74,9 +74,10 @@ def load_tasks(choice: TaskChoice) -> dict[str, Any]:
     require_harness()
     manager = _manager(choice)
     tasks: dict[str, Any] = {}
-    for name in choice.names:
-        seed_harness()  # before each, so that no task depends on which others are asked for
-        tasks |= _load_local(manager, name, choice) if choice.data is not None else _load(manager, name)
+    with bars_off():
+        for name in choice.names:
+            seed_harness()  # before each, so that no task depends on which others are asked for
+            tasks |= _load_local(manager, name, choice) if choice.data is not None else _load(manager, name)
     for name, task in tasks.items():
         _refuse_missing_metric(name, task)
         _set_shots(name, task, choice)
@@ -90,6 +91,23 @@ def seed_harness() -> None:
 
     random.seed(RANDOM_SEED)
     np.random.seed(NUMPY_SEED)
+
+
+@contextmanager
+def bars_off() -> Iterator[None]:
+    """Without the harness' bars over the making of prompts, which have no switch, and those of the package datasets."""
+    import datasets
+    from lm_eval.api import task
+
+    bar, were_off = task.tqdm, datasets.are_progress_bars_disabled()
+    task.tqdm = lambda items, **_: items
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        task.tqdm = bar
+        if not were_off:
+            datasets.enable_progress_bars()
 
 
 def data_of(task: Any) -> dict[str, str | None]:
@@ -132,11 +150,8 @@ def _index(folders: tuple[str, ...]) -> Any:
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
-    from dex.models import quiet
-
     try:
-        with quiet():
-            found: dict[str, Any] = manager.load([name])["tasks"]
+        found: dict[str, Any] = manager.load([name])["tasks"]
     except ImportError as error:
         raise DexError(f"The task {name} needs a package that is not installed: {_reason(error)}.") from error
     except Exception as error:  # whatever the Hub, its client and the task's own code raise

@@ -173,7 +173,7 @@ def _make(runs: Runs, work: Any, jobs: Any) -> bool:
 
 def _drop_all(runs: Runs) -> None:
     """Weights are many times the size of all that is reported."""
-    for record in (Path(runs.study.output) / "runs").rglob(RECORD):
+    for record in list((Path(runs.study.output) / "runs").rglob(RECORD)):
         drop_weights(record.parent)
 
 
