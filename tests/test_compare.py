@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import run
 from tiny import write_tiny
@@ -70,6 +70,7 @@ def test_a_row_is_the_mean_the_paired_difference_its_interval_and_its_test() -> 
     assert found.verdict == "better"
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 1, width=16), st.floats(0, 1, width=16)), min_size=2, max_size=20))
 def test_the_other_way_round_is_the_negative(items: list[tuple[float, float]]) -> None:
     a, b = (result_of(name, {"t": list(scores)}) for name, scores in zip("ab", zip(*items, strict=True), strict=True))
@@ -300,9 +301,9 @@ def test_a_chosen_task_that_one_model_lacks_is_said(tmp_path: Path) -> None:
 
 
 def test_what_only_says_which_items_there_are_may_differ(tmp_path: Path) -> None:
-    for label, settings in (("a", {"recipe": "a.yaml"}), ("b", {"recipe": "b.yaml", "name": "perplexity"})):
+    for label, own in (("a", {"recipe": "a.yaml"}), ("b", {"recipe": "b.yaml", "name": "perplexity"})):
         scores = {"held-out": answers(3)}
-        fingerprint = {**settings, "held_out_fingerprint": "x"}
+        fingerprint = {**own, "held_out_fingerprint": "x"}
         written(tmp_path, label, scores, "perplexity", settings=fingerprint, tasks={"held-out": LOSS})
     assert compare([tmp_path / "a", tmp_path / "b"]).rows[0].items == 40
 

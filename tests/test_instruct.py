@@ -8,6 +8,7 @@ from typing import Any
 import nltk
 import pytest
 from harness_oracle import plain_harness, write_rows
+from lm_eval.tasks import TaskManager
 from tiny import tiny_diff_v2, tiny_model, tiny_tokenizer, write_tiny
 
 from dex.errors import DexError
@@ -15,7 +16,7 @@ from dex.evaluate import harness_model, harness_tasks
 from dex.evaluate.answers import Answers
 from dex.evaluate.evaluated import Evaluated
 from dex.evaluate.harness import Ran, run_harness
-from dex.evaluate.harness_tasks import TaskChoice
+from dex.evaluate.harness_tasks import TaskChoice, load_tasks
 from dex.evaluate.records import read_result
 from dex.evaluate.run import evaluate
 from dex.suites import suite_of
@@ -199,18 +200,26 @@ def test_examples_are_refused_where_the_task_takes_none(tmp_path: Path) -> None:
         suite_of("instruct", [f"data={folder}", "shots=2"]).check()
 
 
-def test_a_metric_that_only_the_hub_has_is_refused_where_there_is_no_hub(tmp_path: Path) -> None:
-    """The harness only logs it, and fails when all answers have been generated."""
+@pytest.mark.parametrize(
+    ("metric", "more", "said"),
+    [
+        # The harness only logs this one, and fails when all answers have been generated.
+        ("google_bleu", "", "google_bleu of the task made is not the harness' own"),
+        ("exact_match", "unsafe_code: true", "runs code that the model writes"),
+        ("exact_match", "doc_to_image: q", "asks about images"),
+    ],
+)
+def test_tasks_that_could_only_fail_later_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, more: str, said: str
+) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "made.yaml").write_text(
         "task: made\ndataset_path: none\noutput_type: generate_until\ntest_split: test\n"
-        "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\nmetric_list:\n- metric: google_bleu\n  hf_evaluate: true\n"
-        "  aggregation: mean\n  higher_is_better: true\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\n"
+        f"metric_list: [{{metric: {metric}, aggregation: mean, higher_is_better: true}}]\n{more}\n"
     )
-    from lm_eval.tasks import TaskManager
-
     manager = TaskManager(include_defaults=False, include_path=str(tmp_path / "tasks"))
+    monkeypatch.setattr(harness_tasks, "_index", lambda folders: manager)
     folder = write_rows(tmp_path / "data", {"made": [{"q": "1+1=", "a": "2"}]})
-    (task,) = harness_tasks._load_local(manager, "made", TaskChoice(["made"], {}, data=folder)).values()
-    with pytest.raises(DexError, match="google_bleu of the task made is not the harness' own"):
-        harness_tasks._refuse_missing_metric("made", task)
+    with pytest.raises(DexError, match=said):
+        load_tasks(TaskChoice(["made"], {}, data=folder))

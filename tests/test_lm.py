@@ -334,6 +334,14 @@ def test_a_hub_that_is_not_reached_is_said_and_what_to_do(hub: HubServer) -> Non
         load_tasks(TaskChoice(["piqa"], TASKS))
 
 
+def test_an_item_with_another_prompt_choice_or_right_answer_is_another_item(tmp_path: Path) -> None:
+    row = ROWS["piqa"][0]
+    changed = [row, {**row, "goal": "Close a jar."}, {**row, "sol2": "Wait."}, {**row, "label": 1}]
+    records = ran(write_rows(tmp_path / "data", {"piqa": [*changed, row]}), names=["piqa"]).records
+    assert len({record.prompt_hash for record in records}) == 4
+    assert records[0].prompt_hash == records[-1].prompt_hash
+
+
 # Bad input
 
 

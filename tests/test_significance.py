@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dex.errors import DexError
@@ -27,6 +27,7 @@ def test_mcnemar_is_the_binomial_test_of_the_discordant_items(b: int, c: int) ->
     assert mcnemar(c, b) == mcnemar(b, c)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=12))
 def test_mcnemar_counts_every_way_in_which_labels_could_be_swapped(items: list[tuple[bool, bool]]) -> None:
     a, b = np.array(items, dtype=float).T
@@ -46,6 +47,7 @@ def by_brute_force(differences: np.ndarray) -> float:
 # Sign flips
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-4, 4, width=16), min_size=1, max_size=10))
 def test_sign_flips_are_the_share_of_all_patterns(differences: list[float]) -> None:
     assert sign_flips(differences).p == pytest.approx(by_brute_force(np.array(differences)))
@@ -121,6 +123,7 @@ def test_items_without_weight_are_left_out() -> None:
     assert paired_test(a, b, [1, 1, 1, 0], range(4)) == paired_test(a[:3], b[:3], [1, 1, 1], range(3))
 
 
+@settings(deadline=None)
 @given(st.permutations(range(20)))
 def test_the_order_of_items_does_not_matter(order: list[int]) -> None:
     rng = np.random.default_rng(5)
@@ -162,11 +165,13 @@ def holm_by_definition(p_values: list[float], index: int) -> float:
     return next((level for level in levels if rejects(level)), 1.0)
 
 
+@settings(deadline=None)
 @given(P_VALUES)
 def test_an_adjusted_p_is_the_level_at_which_holms_procedure_rejects(p_values: list[float]) -> None:
     assert holm(p_values) == pytest.approx([holm_by_definition(p_values, i) for i in range(len(p_values))])
 
 
+@settings(deadline=None)
 @given(P_VALUES)
 def test_adjusting_raises_p_and_keeps_the_order(p_values: list[float]) -> None:
     adjusted = holm(p_values)

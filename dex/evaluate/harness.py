@@ -146,9 +146,12 @@ def _answer(task: Any, sample: Mapping[str, Any], metric: str) -> tuple[Any, dic
 
 
 def _asked(sample: Mapping[str, Any]) -> str:
-    """Of prompts and choices; of how an answer was to be generated, where it was."""
+    """Of prompts and choices, of how an answer was to be generated, and of the right one: with another it would be
+    another item.
+    """
     parts = [part for arguments in sample["arguments"] for part in arguments]
-    return prompt_hash(*(part if isinstance(part, str) else json.dumps(part, sort_keys=True) for part in parts))
+    texts = [part if isinstance(part, str) else json.dumps(part, sort_keys=True) for part in parts]
+    return prompt_hash(*texts, json.dumps(_plain(sample["target"])))
 
 
 def _numbers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -79,6 +79,7 @@ def load_tasks(choice: TaskChoice) -> dict[str, Any]:
             seed_harness()  # before each, so that no task depends on which others are asked for
             tasks |= _load_local(manager, name, choice) if choice.data is not None else _load(manager, name)
     for name, task in tasks.items():
+        _refuse_what_is_not_run(name, task)
         _refuse_missing_metric(name, task)
         _set_shots(name, task, choice)
         if choice.max_tokens is not None and task.get_config("output_type") == "generate_until":
@@ -95,7 +96,7 @@ def seed_harness() -> None:
 
 @contextmanager
 def bars_off() -> Iterator[None]:
-    """Without the harness' bars over the making of prompts, which have no switch, and those of the package datasets."""
+    """Without the harness' bars over the making of prompts, which have no switch, and those of `datasets`."""
     import datasets
     from lm_eval.api import task
 
@@ -160,6 +161,17 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             f"FOLDER/{name}.jsonl in their place."
         ) from error
     return found
+
+
+def _refuse_what_is_not_run(name: str, task: Any) -> None:
+    if getattr(task, "UNSAFE_CODE", False):
+        raise DexError(
+            f"The task {name} runs code that the model writes, which dex does not do; leave this task out."
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise DexError(
+            f"The task {name} asks about images or sound, and dex has models of text; leave this task out."
+        )
 
 
 def _refuse_missing_metric(name: str, task: Any) -> None:

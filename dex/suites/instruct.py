@@ -21,7 +21,7 @@ PACKAGES_OF_IFEVAL = ("langdetect", "immutabledict", "nltk")
 
 class Instruct(Suite):
     what: ClassVar[str] = "which asks for answers that follow instructions"
-    which_items: ClassVar[tuple[str, ...]] = ("tasks", "data", "limit")
+    which_items: ClassVar[tuple[str, ...]] = ("tasks", "data", "limit", "data_of_tasks")
 
     name: Literal["instruct"] = "instruct"
     tasks: Annotated[list[Annotated[str, text()]], distinct("a list of different tasks")] = list(TASKS)

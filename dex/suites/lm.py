@@ -32,7 +32,7 @@ TASKS = {
 
 class Lm(Suite):
     what: ClassVar[str] = "which runs tasks of lm-evaluation-harness"
-    which_items: ClassVar[tuple[str, ...]] = ("tasks", "data", "limit")
+    which_items: ClassVar[tuple[str, ...]] = ("tasks", "data", "limit", "data_of_tasks")
 
     name: Literal["lm"] = "lm"
     tasks: Annotated[list[Annotated[str, text()]], distinct("a list of different tasks")] = list(TASKS)
