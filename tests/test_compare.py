@@ -19,11 +19,12 @@ from tiny import write_tiny
 
 from dex.compare import Comparison, Model, compare
 from dex.errors import DexError
+from dex.evaluate import comparison
 from dex.evaluate.comparison import Difference, Row, compare_results
-from dex.evaluate.paired import paired_difference
+from dex.evaluate.paired import mean_over_tasks, paired_difference
 from dex.evaluate.records import Record, Result, Task, prompt_hash
 from dex.evaluate.run import describe, evaluate
-from dex.evaluate.significance import holm, mcnemar
+from dex.evaluate.significance import Test, holm, mcnemar
 from dex.suites import suite_of
 
 __all__ = ["run"]  # the fixture of test_cli
@@ -106,6 +107,16 @@ def test_a_verdict_goes_by_what_the_metric_means(task: Task, verdict: str) -> No
     assert compare_results([[a, b]])[0].differences[0].verdict == verdict
 
 
+def test_a_verdict_needs_the_test_and_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the interval does not show, a small p alone shows nothing; and the other way round."""
+    noisy = [result_of(name, {"t": row}) for name, row in (("a", answers(20)), ("b", answers(21)[::-1]))]
+    clear = [result_of(name, {"t": answers(n)}) for name, n in (("a", 10), ("b", 30))]
+    for p, of_clear in ((0.049, "better"), (0.051, "no difference shown")):
+        monkeypatch.setattr(comparison, "paired_test", lambda *_, p=p: Test("made up", p))
+        assert compare_results([noisy])[0].differences[0].verdict == "no difference shown"
+        assert compare_results([clear])[0].differences[0].verdict == of_clear
+
+
 def test_all_tasks_and_models_of_a_call_are_one_family_and_the_averages_another() -> None:
     def made(label: str, *right: int) -> list[Result]:
         return [
@@ -135,8 +146,8 @@ def test_the_average_counts_every_task_once_and_flips_the_groups_of_each() -> No
     (found,) = row.differences
     assert found.score.mean == found.difference.mean == pytest.approx((2 / 3 + 1 / 2) / 2)
     assert found.p == pytest.approx(2 / 2**3)  # of ±1/3 ±1/3 ±1/2 only all alike are as far from zero
-    evens_out = result_of("c", {"t": [1.0, 1.0, 1.0], "u": [-1.0, -1.0]})
-    assert compare_results([[base, evens_out]])[-1].differences[0].p == 1.0
+    even = [result_of(name, {"t": [t] * 4, "u": [-t] * 2}) for name, t in (("c", 0.0), ("d", 1.0))]
+    assert compare_results([even])[-1].differences[0].p == 1.0  # four quarters against two halves
 
 
 def test_there_is_no_average_of_what_is_good_when_high_and_when_low() -> None:
@@ -173,10 +184,7 @@ def test_an_average_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 
 def average_of(a: Result, b: Result, resamples: int) -> tuple[float, float, float]:
-    from dex.evaluate.comparison import differing
-    from dex.evaluate.paired import mean_over_tasks
-
-    tasks = [differing(b.of_task(task), a.of_task(task)) for task in a.tasks]
+    tasks = [comparison.differing(b.of_task(task), a.of_task(task)) for task in a.tasks]
     mean, low, high = mean_over_tasks(tasks, resamples)
     assert low is not None
     assert high is not None
