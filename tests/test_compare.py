@@ -24,7 +24,7 @@ from dex.evaluate.comparison import Difference, Row, compare_results
 from dex.evaluate.paired import mean_over_tasks, paired_difference
 from dex.evaluate.records import Record, Result, Task, prompt_hash
 from dex.evaluate.run import describe, evaluate
-from dex.evaluate.significance import Test, holm, mcnemar
+from dex.evaluate.significance import PairedTest, holm, mcnemar
 from dex.suites import suite_of
 
 __all__ = ["run"]  # the fixture of test_cli
@@ -112,7 +112,7 @@ def test_a_verdict_needs_the_test_and_the_interval(monkeypatch: pytest.MonkeyPat
     noisy = [result_of(name, {"t": row}) for name, row in (("a", answers(20)), ("b", answers(21)[::-1]))]
     clear = [result_of(name, {"t": answers(n)}) for name, n in (("a", 10), ("b", 30))]
     for p, of_clear in ((0.049, "better"), (0.051, "no difference shown")):
-        monkeypatch.setattr(comparison, "paired_test", lambda *_, p=p: Test("made up", p))
+        monkeypatch.setattr(comparison, "paired_test", lambda *_, p=p: PairedTest("made up", p))
         assert compare_results([noisy])[0].differences[0].verdict == "no difference shown"
         assert compare_results([clear])[0].differences[0].verdict == of_clear
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from dex.errors import DexError
 from dex.evaluate.paired import mean_over_tasks, mean_score
 from dex.evaluate.significance import DRAWS, holm, mcnemar, paired_test, sign_flips
 
-stats = pytest.importorskip("scipy.stats")
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=7)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dex.errors import DexError
 from dex.evaluate.paired import Interval, mean_over_tasks, paired_difference, per_group, sets_of_groups
 from dex.evaluate.records import Record, Result, columns, paired
-from dex.evaluate.significance import Test, holm, paired_test, sign_flips
+from dex.evaluate.significance import PairedTest, holm, paired_test, sign_flips
 from dex.evaluate.tables import interval, p_value
 
 LEVEL = 0.05
@@ -123,7 +123,7 @@ def differing(ours: Sequence[Record], theirs: Sequence[Record]) -> Columns:
     return [x.score - y.score for x, y in zip(ours, theirs, strict=True)], weights, groups
 
 
-def _test_of_average(tasks: Sequence[Columns]) -> Test:
+def _test_of_average(tasks: Sequence[Columns]) -> PairedTest:
     """Sign flips over the groups of all tasks, of which each counts once; a group that several share turns in all."""
     differences: list[float] = []
     weights: list[float] = []
@@ -137,7 +137,7 @@ def _test_of_average(tasks: Sequence[Columns]) -> Test:
     return sign_flips(per_group(differences, weights, groups)[0])
 
 
-def _untested(model: str, score: Interval, difference: Interval, test: Test | None) -> Difference:
+def _untested(model: str, score: Interval, difference: Interval, test: PairedTest | None) -> Difference:
     """A difference before its p value is adjusted to its family."""
     name, p = test or (None, None)
     return Difference(model, score, difference, name, p, None, "not tested")

@@ -24,7 +24,7 @@ TOO_FEW_GROUPS = 6  # of fewer, even when all differ in one direction, p is at l
 AT_ONCE = 2**21  # sums of 8 signs in memory at once
 
 
-class Test(NamedTuple):
+class PairedTest(NamedTuple):
     """The test that was made, and its p value."""
 
     name: str
@@ -33,7 +33,7 @@ class Test(NamedTuple):
 
 def paired_test(
     score_a: ArrayLike, score_b: ArrayLike, weight: ArrayLike, group: Groups, seed: int = 0
-) -> Test | None:
+) -> PairedTest | None:
     """The test that fits the scores, [N] each; None for one group, of which nothing can be said.
 
     Errors as in `dex.evaluate.paired.mean_score`.
@@ -45,7 +45,7 @@ def paired_test(
     counted = weights > 0
     alone = len(sums) == counted.sum() and len(np.unique(weights[counted])) == 1
     if alone and np.isin(a[counted], (0, 1)).all() and np.isin(b[counted], (0, 1)).all():
-        return Test("McNemar, exact", mcnemar(int((sums > 0).sum()), int((sums < 0).sum())))
+        return PairedTest("McNemar, exact", mcnemar(int((sums > 0).sum()), int((sums < 0).sum())))
     return sign_flips(sums, seed)
 
 
@@ -62,7 +62,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-def sign_flips(differences: ArrayLike, seed: int = 0) -> Test:
+def sign_flips(differences: ArrayLike, seed: int = 0) -> PairedTest:
     """The permutation test of the groups' sums of differences, [M].
 
     The share of sign patterns whose sum is at least as far from zero: of all of them for up to 17 groups that differ,
@@ -73,14 +73,14 @@ def sign_flips(differences: ArrayLike, seed: int = 0) -> Test:
     # Sums in another order differ by their rounding, and equal ones have to count as equal.
     reached = abs(values.sum()) - 1e-12 * abs(values).sum()
     if len(values) == 0:
-        return Test("sign flips, exact", 1.0)
+        return PairedTest("sign flips, exact", 1.0)
     if (
         2 ** (len(values) - 1) <= DRAWS + 1
     ):  # the first sign is kept: the other half is the same with all signs turned
         sums = values[0] + _signed_sums(values[None, 1:])[0]
-        return Test("sign flips, exact", float((abs(sums) >= reached).mean()))
+        return PairedTest("sign flips, exact", float((abs(sums) >= reached).mean()))
     further = int((abs(_drawn_sums(values, seed)) >= reached).sum())
-    return Test(f"sign flips, {DRAWS:,} drawn", (further + 1) / (DRAWS + 1))
+    return PairedTest(f"sign flips, {DRAWS:,} drawn", (further + 1) / (DRAWS + 1))
 
 
 def _signed_sums(rows: Floats) -> Floats:
