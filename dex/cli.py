@@ -372,6 +372,9 @@ def study(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key.path=value", metavar="[KEY.PATH=VALUE]...")
     ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Variants, separated by commas; the control is always one.", metavar="NAMES")
+    ] = None,
     report: Annotated[bool, typer.Option("--report", help="Make no run; report on those that are done.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -379,6 +382,8 @@ def study(
     from dex.study.study_file import load_study
 
     loaded = load_study(file, overrides or [])
+    if only is not None:
+        loaded = loaded.only([name.strip() for name in only.split(",")])
     from dex.study import verb
 
     result = verb.study(loaded, report_only=report)

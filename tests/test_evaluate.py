@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from dex.evaluate.records import (
     results_in,
 )
 from dex.evaluate.run import describe, evaluate
-from dex.suites import SUITES, suite_of
+from dex.suites import SUITES, Suite, suite_of
 
 SUITE = suite_of("perplexity", ["block=64", "tokens=4_000"])
 
@@ -292,3 +293,45 @@ def test_several_models_are_loaded_one_after_the_other(tmp_path: Path, monkeypat
     monkeypatch.setattr(verb, "load_evaluated", noted)
     evaluate([str(write_tiny(tmp_path / name)) for name in ("a", "b")], tmp_path / "out", SUITE)
     assert order == ["a", "b"]
+
+
+def of_a_pair(rank: int, folder: str, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for suite in shared_suites(Path(folder)):
+        evaluate([f"{folder}/a"], Path(folder, "two"), suite, batch_size=3)
+    torch.distributed.destroy_process_group()
+
+
+def shared_suites(folder: Path) -> list[Suite]:
+    few = ["shots=[2, 4]", "items=6", "seeds=1", "orderings=2"]
+    return [
+        suite_of("perplexity", ["block=64", "tokens=2_000"]),
+        suite_of("needle", ["lengths=[300]", "depths=[0, 100]", "needles=2", "samples=2", "max_new_tokens=4"]),
+        suite_of("manyshot", [f"data={folder}/labelled.jsonl", *few]),
+    ]
+
+
+def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
+    """The whole of `dex eval`, joined as torchrun joins it."""
+    write_tiny(tmp_path / "a", max_position_embeddings=1024)
+    rows = [{"text": f"sample {i * 37 % 101}", "label": ["odd", "even", "none"][i % 3]} for i in range(24)]
+    (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = torch.multiprocessing.start_processes(
+        of_a_pair, (str(tmp_path), port), nprocs=2, join=False, start_method="fork"
+    )
+    deadline = time.monotonic() + 200
+    while not processes.join(timeout=5):
+        assert time.monotonic() < deadline
+    for suite in shared_suites(tmp_path):
+        (alone,) = evaluate([str(tmp_path / "a")], tmp_path / "one", suite, batch_size=2)
+        together = read_result(tmp_path / "two" / "a" / suite.name)
+        assert [(r.task, r.id, r.prompt_hash) for r in together.records] == [
+            (r.task, r.id, r.prompt_hash) for r in alone.records
+        ]
+        assert [r.score for r in together.records] == pytest.approx([r.score for r in alone.records], rel=1e-5)
+        assert together.environment["processes"] == 2

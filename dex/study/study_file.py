@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
+from dex.errors import DexError
 from dex.recipe import RECIPES, Recipe
-from dex.settings import Block, Problem, YesNo, choice, clash, distinct, expected, number, text, whole
+from dex.settings import Block, Problem, YesNo, choice, clash, distinct, expected, number, one_of, text, whole
 from dex.settings_file import SettingsFile
 from dex.suites import SUITES, AnySuite, read_suite_name
 
@@ -105,6 +106,15 @@ class Study(Block):
     @property
     def point_names(self) -> list[str]:
         return list(self.points) or [""]
+
+    def only(self, names: Sequence[str]) -> Study:
+        """The study of these variants and the control. Raises DexError for a name that none has."""
+        for name in names:
+            if name not in self.variants:
+                known = list(self.variants)
+                raise DexError(f"{name!r} is not a variant of this study; there is {one_of(name, known)}.")
+        kept = {name: own for name, own in self.variants.items() if name in names or name == self.control}
+        return self.model_copy(update={"variants": kept})
 
     def rates(self, variant: str) -> list[float]:
         """The learning rates that the variant's sweep begins with."""
