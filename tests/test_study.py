@@ -277,7 +277,7 @@ def test_a_part_of_the_variants_can_be_run(tmp_path: Path) -> None:
     study = study_at(tmp_path)
     assert list(study.only(["base"]).variants) == ["base", "kvo"]
     assert list(study.only(["all", "kvo"]).variants) == ["kvo", "all"]
-    with pytest.raises(DexError, match="'al' is not a variant of this study; .*did you mean all"):
+    with pytest.raises(DexError, match=r"'al' is not a variant of this study; .*did you mean all"):
         study.only(["al"])
 
 

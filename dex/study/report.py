@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from dex.study.outcome import outcome
 if TYPE_CHECKING:
     from dex.study.verb import Runs
 
+NEAR = 0.1  # of the largest difference
 SMOOTHED = 0.1  # of the run's updates: a batch's loss says more about the batch than about the model
 
 
@@ -270,7 +272,20 @@ def _forest(at: Mapping[str, Any], about: Mapping[str, str], path: Path) -> Iter
             marks = [
                 Difference(what, score, each, "t", found["p"], found.get("p_holm"), is_so) for what, each in over
             ]
-            rows.append(Row("perplexity", about[name], task["metric"], task["higher_is_better"], 0, 0, score, marks))
+            rows.append(Row("", about[name], None, task["higher_is_better"], 0, 0, score, marks))
     if rows:
-        forest.draw(rows, at["control"], path)
+        forest.draw(_near_and_far(rows), about[at["control"]], path)
         yield path
+
+
+def _near_and_far(rows: Sequence[Row]) -> list[Row]:
+    """In two panels, if some differences are so large that the others could not be seen beside them."""
+    reach = [
+        max(abs(bound) for each in row.differences for bound in each.difference if bound is not None) for row in rows
+    ]
+    near = [each < NEAR * max(reach) for each in reach]
+    if not any(near):
+        return list(rows)
+    titles = {True: f"within {NEAR * max(reach):.2g} of the control", False: "further away"}
+    panels = [replace(row, suite=titles[is_near]) for row, is_near in zip(rows, near, strict=True)]
+    return sorted(panels, key=lambda row: row.suite != titles[True])

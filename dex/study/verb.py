@@ -15,7 +15,8 @@ from dex.console import say
 from dex.errors import DexError
 from dex.output import refuse_file_above, write_whole
 from dex.recipe_yaml import yaml_lines
-from dex.run_folder import RECIPE, refuse_another_recipe
+from dex.run_data import cache_dir
+from dex.run_folder import RECIPE, lock_of, refuse_another_recipe
 from dex.study.jobs import RECORD, Done, Job, read_done
 from dex.study.study_file import Study
 from dex.study.sweep import Swept, sweep_of
@@ -125,7 +126,8 @@ def study(study: Study, *, report_only: bool = False) -> dict[str, Any]:
             return {"finished": False, "output": study.output}
         if not study.keep_weights:
             _drop_all(runs)
-    return write_report(runs)
+    with lock_of(output / "report.md", cache_dir()).acquire(timeout=-1):  # others that finish now write it too
+        return write_report(runs)
 
 
 def _check(study: Study) -> None:
