@@ -236,7 +236,7 @@ def _refuse_other_suites(reference: Model, other: Model) -> None:
 def _refuse_other_settings(a: Result, b: Result) -> None:
     """Which items there are is left to the items themselves."""
     suite = SUITES.get(a.suite)
-    free = {"name", "tasks", *(suite.which_items if suite else ())}
+    free = {"name", "tasks", "inputs", *(suite.which_items if suite else ())}
     for key in sorted((a.settings.keys() | b.settings.keys()) - free):
         if (was := a.settings.get(key)) != (now := b.settings.get(key)):
             raise DexError(

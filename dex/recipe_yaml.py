@@ -14,7 +14,7 @@ NOT_PLAIN = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 def yaml_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield f"{indent}{key}:"
             yield from yaml_lines(value, indent + "  ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
@@ -33,6 +33,8 @@ def _yaml_scalar(value: Any) -> str:
     if isinstance(value, str):
         plain = PLAIN.fullmatch(value) and value.lower() not in NOT_PLAIN
         return value if plain else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return "{}"
     if isinstance(value, float):
         text = repr(value)
         return text if "." in text else text.replace("e", ".0e")  # 1e-05 is a string in YAML 1.1

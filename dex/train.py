@@ -22,7 +22,7 @@ from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluate.held_out import held_out_losses, held_out_result, summarise
 from dex.evaluate.paired import Interval
-from dex.evaluate.run import interval
+from dex.evaluate.tables import interval
 from dex.heads import HeadPlan
 from dex.loss import refuse_without_liger
 from dex.methods.dex import PlannedHeads

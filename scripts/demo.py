@@ -24,7 +24,8 @@ from dex.errors import DexError
 from dex.evaluate.held_out import TASK
 from dex.evaluate.paired import Interval, perplexity
 from dex.evaluate.records import Result, difference, read_result
-from dex.evaluate.run import evaluate, interval
+from dex.evaluate.run import evaluate
+from dex.evaluate.tables import interval
 from dex.fold import fold
 from dex.models import load_model, save_model
 from dex.output import whole_folder, write_json, write_whole

@@ -74,7 +74,7 @@ def test_in_chat_the_question_is_a_turn_of_the_models_template() -> None:
     with pytest.raises(DexError, match="has no chat template; leave chat=true out"):
         prompts(chat=True, tokenizer=bare)
     bare.chat_template = "{{ raise_exception('only in pairs') }}"
-    with pytest.raises(DexError, match="chat template fails"):
+    with pytest.raises(DexError, match="chat template fails at a user turn"):
         text_of(prompts(chat=True, tokenizer=bare), item("x"))
 
 

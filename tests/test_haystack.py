@@ -198,7 +198,7 @@ def test_needles_that_do_not_fit_are_refused(prompting: str) -> None:
     ("template", "said"),
     [
         (None, "has none; use prompting=base"),
-        ("{{ raise_exception('no') }}", "fails at a user turn: no; use prompting=base"),
+        ("{{ raise_exception('no') }}", "fails at a user turn \\(no\\); ask without it"),
         ("hello", "does not show a user turn once"),
         ("{{ messages[0]['content'] }}{{ messages[0]['content'] }}", "does not show a user turn once"),
     ],

@@ -88,8 +88,11 @@ def test_a_study_sweeps_each_variant_and_then_runs_its_seeds(tmp_path: Path, in_
     assert task["variants"]["kvo"]["difference"] is None
     ours, theirs = (task["variants"][name]["scores"] for name in ("all", "kvo"))
     per_seed = task["variants"]["all"]["difference"]["per_seed"]
-    assert per_seed == pytest.approx(np.subtract(ours, theirs))
+    assert per_seed == pytest.approx({seed: ours[seed] - theirs[seed] for seed in ("0", "1")})
     assert at["variants"]["all"]["branch"]["of"] == 2
+    of_suite = at["tasks"]["perplexity: held-out"]["variants"]["kvo"]
+    assert len(of_suite["scores"]) == 2
+    assert of_suite["scores"] != task["variants"]["kvo"]["scores"]
     report = (tmp_path / "out" / "report.md").read_text()
     for said in ("K, V, O", "Noise floor", "sweep: held-out loss at", "control"):
         assert said in report
@@ -101,6 +104,7 @@ def test_a_study_sweeps_each_variant_and_then_runs_its_seeds(tmp_path: Path, in_
     again = verb.study(study_at(tmp_path))
     assert len(in_this_process) == made
     assert again["points"] == found["points"]
+    assert load_study(tmp_path / "out" / "study.yaml") == study_at(tmp_path)
     # Another seed is what it adds, and nothing else.
     verb.study(study_at(tmp_path, "seeds=[0, 1, 2]", "suites=[]"))
     assert len(in_this_process) == made + 2
@@ -125,7 +129,7 @@ def test_a_variant_that_diverges_is_a_result_and_not_the_end(tmp_path: Path, in_
     own = found["points"][""]["variants"]["all"]
     assert set(own["diverged"]) == {"0", "1"}
     assert "not finite" in own["diverged"]["0"] or "is nan" in own["diverged"]["0"] or "inf" in own["diverged"]["0"]
-    assert math.isinf(own["sweep"]["losses"]["1e+30"])
+    assert own["sweep"]["losses"] == {"1e+30": None}
     assert "all" not in found["points"][""]["tasks"]["held-out"]["variants"]
     assert "diverged" in (tmp_path / "out" / "report.md").read_text()
 
@@ -142,6 +146,22 @@ def test_a_suite_that_is_asked_for_after_the_weights_went_is_refused(
     verb.study(study_at(tmp_path, "suites=[]"))
     with pytest.raises(DexError, match="keep_weights"):
         verb.study(study_at(tmp_path))
+
+
+def test_results_of_a_suite_with_other_settings_are_not_taken_for_these(
+    tmp_path: Path, in_this_process: list[str]
+) -> None:
+    verb.study(study_at(tmp_path, "keep_weights=true"))
+    with pytest.raises(DexError, match=r"holds a result of another block \(16, not 32\)"):
+        verb.study(study_at(tmp_path, "keep_weights=true", "suites.0.block=32"))
+
+
+def test_a_base_that_changed_meanwhile_is_noticed(tmp_path: Path, in_this_process: list[str]) -> None:
+    study = study_at(tmp_path, "suites=[]")
+    verb.study(study)
+    write_tiny(tmp_path / "base", seed=5)
+    with pytest.raises(DexError, match="other weights of"):
+        verb.study(study_at(tmp_path, "suites=[]", "seeds=[0, 1, 2]"))
 
 
 def test_fresh_models_differ_by_seed_and_their_sizes_are_fitted(tmp_path: Path, in_this_process: list[str]) -> None:
@@ -173,6 +193,11 @@ output: {tmp_path}/out
     assert len({round(loss, 6) for row in fit["losses"]["base"] for loss in row}) == 4
     assert not [job for job in in_this_process if "large" in job and "0.001" in job and "0.002" in job]
     assert (tmp_path / "out" / "fit.png").exists()
+    wider = made.model_copy(
+        update={"shared": made.shared.model_copy(update={"fresh": {"like": str(tmp_path / "base")}})}
+    )
+    with pytest.raises(DexError, match="other settings of `fresh`"):
+        verb.study(wider)
 
 
 # Processes
@@ -253,6 +278,7 @@ MISTAKES = [
     (["variants.kvo.fresh={layout: diff-v1}"], "no effect without shared.fresh"),
     (["variants.base.lr=[1.0e-3]"], "not trained, so"),
     (["variants={}"], "variants is empty"),
+    (["variants={..: {method: {name: full}}}", "control=.."], "is not a name"),
 ]
 
 
@@ -330,6 +356,10 @@ def test_a_rate_that_diverged_is_never_the_best() -> None:
 # Differences
 
 
+def runs(*each: Result) -> dict[int | None, Result]:
+    return dict(enumerate(each))
+
+
 def result(scores: list[float], weights: list[float] | None = None, groups: list[str] | None = None) -> Result:
     records = [
         Record("t", str(i), prompt_hash(str(i)), None, score, (groups or [str(j) for j in range(len(scores))])[i], w)
@@ -339,8 +369,9 @@ def result(scores: list[float], weights: list[float] | None = None, groups: list
 
 
 def test_a_variant_that_is_the_control_differs_by_nothing() -> None:
-    runs = [result([1.0, 2.0, 3.0]), result([1.5, 2.5, 2.0])]
-    found = difference(runs, runs, "t")
+    same = runs(result([1.0, 2.0, 3.0]), result([1.5, 2.5, 2.0]))
+    found = difference(same, same, "t")
+    assert found is not None
     assert (found.mean, found.p) == (0.0, 1.0)
     assert found.over_items == found.over_seeds == found.over_both == (0.0, 0.0, 0.0)
 
@@ -348,17 +379,29 @@ def test_a_variant_that_is_the_control_differs_by_nothing() -> None:
 @settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=4, max_size=4), min_size=2, max_size=4), st.floats(-3, 3))
 def test_a_shift_is_the_difference_and_swapping_turns_the_sign(table: list[list[float]], shift: float) -> None:
-    control = [result(row) for row in table]
-    variant = [result([score + shift for score in row]) for row in table]
+    control = runs(*(result(row) for row in table))
+    variant = runs(*(result([score + shift for score in row]) for row in table))
     found, swapped = difference(variant, control, "t"), difference(control, variant, "t")
+    assert found is not None
+    assert swapped is not None
     assert found.mean == pytest.approx(shift, abs=1e-9)
     assert swapped.mean == pytest.approx(-found.mean, abs=1e-9)
-    assert found.per_seed == pytest.approx([shift] * len(table), abs=1e-9)
+    assert list(found.per_seed.values()) == pytest.approx([shift] * len(table), abs=1e-9)
 
 
 def test_an_untrained_model_stands_against_every_seed_of_the_control() -> None:
-    found = difference([result([2.0, 2.0])], [result([1.0, 1.0]), result([1.5, 1.5])], "t")
-    assert found.per_seed == pytest.approx([1.0, 0.5])
+    found = difference({None: result([2.0, 2.0])}, runs(result([1.0, 1.0]), result([1.5, 1.5])), "t")
+    assert found is not None
+    assert found.per_seed == pytest.approx({"0": 1.0, "1": 0.5})
+
+
+def test_runs_are_paired_by_their_seed_and_only_common_seeds_count() -> None:
+    control = {0: result([1.0, 1.0]), 2: result([3.0, 3.0])}
+    found = difference({0: result([1.5, 1.5]), 1: result([9.0, 9.0])}, control, "t")  # type: ignore[arg-type]
+    assert found is not None
+    assert found.per_seed == {"0": 0.5}
+    assert (found.over_seeds.low, found.p) == (None, None)
+    assert difference({1: result([9.0, 9.0])}, control, "t") is None  # type: ignore[arg-type]
 
 
 def test_the_interval_over_seeds_is_students() -> None:
@@ -367,16 +410,18 @@ def test_the_interval_over_seeds_is_students() -> None:
     values = [0.1, 0.3, 0.2, 0.6]
     expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
     assert over_seeds(values)[1:] == pytest.approx((expected.low, expected.high))
-    control = [result([1.0, 2.0]) for _ in values]
-    variant = [result([1.0 + v, 2.0 + v]) for v in values]
-    assert difference(variant, control, "t").p == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue)
+    control = runs(*(result([1.0, 2.0]) for _ in values))
+    found = difference(runs(*(result([1.0 + v, 2.0 + v]) for v in values)), control, "t")
+    assert found is not None
+    assert found.p == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue)
     assert over_seeds([0.4]) == (0.4, None, None)
 
 
 def test_items_weigh_what_they_weigh_and_groups_are_drawn_whole() -> None:
-    control = [result([0.0] * 4, [1, 3, 1, 3], ["a", "a", "b", "b"])] * 2
-    variant = [result([1.0, 0.0, 0.0, 1.0], [1, 3, 1, 3], ["a", "a", "b", "b"])] * 2
+    control = runs(*[result([0.0] * 4, [1, 3, 1, 3], ["a", "a", "b", "b"])] * 2)
+    variant = runs(*[result([1.0, 0.0, 0.0, 1.0], [1, 3, 1, 3], ["a", "a", "b", "b"])] * 2)
     found = difference(variant, control, "t")
+    assert found is not None
     assert found.mean == pytest.approx(0.5)
     assert found.over_items == pytest.approx((0.5, 0.25, 0.75))  # both documents are the first, or both the second
 
@@ -385,10 +430,11 @@ def test_the_interval_over_both_covers_the_truth_where_seeds_and_items_vary() ->
     """200 data sets of 8 seeds × 30 documents, both noisy; the truth is 0.1. One over items alone covers less."""
     rng = np.random.default_rng(0)
     hits, items_alone, trials = 0, 0, 200
-    control = [result([0.0] * 30)] * 8
+    control = runs(*[result([0.0] * 30)] * 8)
     for _ in range(trials):
         shift = 0.1 + rng.normal(0, 0.3, size=(8, 1)) + rng.normal(0, 0.3, size=(1, 30)) + rng.normal(0, 0.1, (8, 30))
-        found = difference([result(list(row)) for row in shift], control, "t")
+        found = difference(runs(*(result(list(row)) for row in shift)), control, "t")
+        assert found is not None
         assert found.over_both.low is not None
         assert found.over_both.high is not None
         assert found.over_items.low is not None

@@ -82,6 +82,20 @@ class ChatTemplate:
         return str(text)
 
 
+def user_turn(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    """What a chat model is given for it to answer: one turn of the user. Raises DexError where the template fails.
+
+    Templates that can think are told not to: short answers would end before they begin.
+    """
+    turns = [{"role": "user", "content": content}]
+    options = {"add_generation_prompt": True, "enable_thinking": False, **FIXED}
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
+    except Exception as error:  # a template is a program
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise DexError(f"The tokenizer's chat template fails at a user turn ({why}); ask without it.") from error
+
+
 def chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> str:
     """The template that conversations are rendered with. Raises DexError if there is none."""
     try:

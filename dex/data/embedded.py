@@ -1,4 +1,4 @@
-"""Text that every Python carries: real, and the same for everyone with that Python, without a download.
+"""Text that every Python carries: real, without a download, and the same wherever that build of Python is.
 
 pydoc    the prose of pydoc_data.topics, one document a topic (465,000 characters)
 stdlib   the source of the standard library, one document a file (9 MB; without its tests, encodings and pydoc_data)

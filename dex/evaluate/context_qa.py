@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dex.data.chat import FIXED
+from dex.data.chat import user_turn
 from dex.errors import DexError
 from dex.evaluate.answers import Answers, answer_all
 from dex.evaluate.evaluated import Evaluated
@@ -93,21 +93,11 @@ class Prompts:
         asked = (ASKED_IN_CHAT if self.chat else ASKED)[reading.kind].format(question=item.question)
         prompt = TEXT.format(instruction=instruction, text=PLACE) + asked
         if self.chat:
-            prompt = self._rendered(prompt)
+            prompt = user_turn(self.tokenizer, prompt)
         parts = prompt.split(PLACE)
         if len(parts) != 2:
             raise DexError(f"{reading.name}, {item.id}: the chat template or the question has U+E000; leave it out.")
         return parts[0], parts[1]
-
-    def _rendered(self, prompt: str) -> str:
-        turns = [{"role": "user", "content": prompt}]
-        # A template that knows no thinking takes no notice.
-        options = {"add_generation_prompt": True, "enable_thinking": False, **FIXED}
-        try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
-        except Exception as error:  # a template is a program
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise DexError(f"The chat template fails ({why}); leave chat=true out.") from error
 
     def _shortened(self, text: list[int], room: int) -> list[int]:
         # Rounded, so that questions of different lengths about one text mostly see the same part of it.
@@ -140,7 +130,7 @@ def answer_items(
     """Greedy answers to every item. Questions about one text are asked together, and it is read once."""
     asked = [(reading, item, prompts.of(reading, item)) for reading in readings for item in reading.items]
     hashes = [prompt_hash(prompt.before, prompt.after) for _, _, prompt in asked]
-    stop = _stop_ids(evaluated)
+    stop = evaluated.stop_ids
 
     def compute(batch: Sequence[int]) -> Iterator[str]:
         prefix = Prefix(evaluated.model, asked[batch[0]][2].before)
@@ -166,12 +156,6 @@ def answer_items(
 
 def _own_part(answer: str, kind: Kind) -> str:
     return answer.strip().split(ENDS[kind])[0].strip()
-
-
-def _stop_ids(evaluated: Evaluated) -> set[int]:
-    of_model = getattr(evaluated.model.generation_config, "eos_token_id", None)
-    several = of_model if isinstance(of_model, list) else [of_model]
-    return {int(token) for token in [*several, evaluated.tokenizer.eos_token_id] if token is not None}
 
 
 # ---- scores ------------------------------------------------------------------------------------------------

@@ -26,6 +26,14 @@ class Evaluated:
     batch_size: int
 
     @property
+    def stop_ids(self) -> set[int]:
+        """The tokens that end an answer: those of the model's generation settings, and the tokenizer's EOS."""
+        stock = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        own = getattr(stock.generation_config, "eos_token_id", None)
+        given = own if isinstance(own, list) else [own]
+        return {int(token) for token in [*given, self.tokenizer.eos_token_id] if token is not None}
+
+    @property
     def context(self) -> int:
         """Tokens that its positions are made for."""
         return int(self.model.config.max_position_embeddings)

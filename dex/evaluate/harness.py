@@ -123,7 +123,8 @@ def _record(name: str, task: Any, sample: Mapping[str, Any], metric: str, others
         score, weight = -log_likelihood / size / math.log(2), float(size)
     prediction, more = _answer(task, sample, metric)
     item = str(sample["doc_id"])
-    return Record(name, item, _asked(sample), prediction, score, item, weight, details | more)
+    # Item 7 of one task is not alike to item 7 of another, so the group has the task's name.
+    return Record(name, item, _asked(sample), prediction, score, f"{name} {item}", weight, details | more)
 
 
 def _answer(task: Any, sample: Mapping[str, Any], metric: str) -> tuple[Any, dict[str, Any]]:

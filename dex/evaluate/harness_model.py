@@ -34,6 +34,7 @@ class HarnessModel(HFLM):
             tokenizer=copy.deepcopy(evaluated.tokenizer),  # the harness may give it a padding token
             batch_size=evaluated.batch_size,
             max_length=evaluated.context,
+            enable_thinking=False,  # short answers would end before they begin
         )
         self.label, self.answers = evaluated.label, answers
         self.truncated = 0  # prompts that lost their beginning

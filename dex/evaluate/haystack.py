@@ -18,7 +18,7 @@ from itertools import product
 
 from transformers import PreTrainedTokenizerBase
 
-from dex.data.chat import FIXED
+from dex.data.chat import user_turn
 from dex.data.sources import Source, read_documents
 from dex.data.tokens import special_ids
 from dex.errors import DexError
@@ -85,14 +85,7 @@ def chat_wording(tokenizer: PreTrainedTokenizerBase, label: str) -> Wording:
 
     def rendered(key: str) -> tuple[str, str]:
         question = f"\n\nWhat is the special magic number for {key}? Answer with the number alone."
-        turn = {"role": "user", "content": f"{INTRODUCTION}{CUT}{question}"}
-        try:
-            text = str(tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True, **FIXED))
-        except Exception as error:  # a template is a program; it may refuse a conversation, or fail at it
-            raise DexError(
-                f"The chat template of {label} fails at a user turn: {error}; use prompting=base."
-            ) from error
-        before, cut, after = text.partition(CUT)
+        before, cut, after = user_turn(tokenizer, f"{INTRODUCTION}{CUT}{question}").partition(CUT)
         if not cut or CUT in after:
             raise DexError(f"The chat template of {label} does not show a user turn once; use prompting=base.")
         return before, after

@@ -18,7 +18,7 @@ from torch import nn
 from dex.console import Bar
 from dex.data import HeldOut, HeldOutBlock
 from dex.environment import environment
-from dex.evaluate.paired import Interval, mean_score, paired_difference, perplexity
+from dex.evaluate.paired import Interval, mean_score, perplexity
 from dex.evaluate.records import Record, Result, Task, prompt_hash
 from dex.loss import token_losses
 from dex.processes import gather, is_first, rank
@@ -93,11 +93,6 @@ def summarise(losses: Sequence[BlockLoss]) -> tuple[Interval, Interval]:
     """Mean loss per token and perplexity, each with its 95 % interval over documents."""
     loss = mean_score([b.loss for b in losses], [b.tokens for b in losses], [b.document for b in losses])
     return loss, perplexity(loss)
-
-
-def difference(a: Sequence[BlockLoss], b: Sequence[BlockLoss]) -> Interval:
-    """Mean loss of `a` − mean loss of `b` on the same blocks, with its 95 % interval over documents."""
-    return paired_difference([x.loss for x in a], [x.loss for x in b], [x.tokens for x in a], [x.document for x in a])
 
 
 def records_of(losses: Sequence[BlockLoss], blocks: Blocks) -> list[Record]:

@@ -26,7 +26,7 @@ from dex.evaluate.haystack import (
     make_haystack,
     read_filler,
 )
-from dex.evaluate.prefix import Prefix, unwrapped
+from dex.evaluate.prefix import Prefix
 from dex.evaluate.records import Record, Task, prompt_hash
 
 VERSION = "1"  # of the haystacks and of how answers are scored
@@ -141,20 +141,13 @@ def ask(items: Sequence[Item], evaluated: Evaluated, asking: Asking, answers: An
 
 def _answer(item: Item, prefix: Prefix, evaluated: Evaluated, asking: Asking) -> dict[str, Any]:
     question = item.haystack.questions[item.which]
-    ids = prefix.greedy(question, asking.max_new_tokens, _ends(evaluated))
+    ids = prefix.greedy(question, asking.max_new_tokens, evaluated.stop_ids)
     answer: dict[str, Any] = {"text": evaluated.tokenizer.decode(ids, skip_special_tokens=True)}
     if asking.attention:
         value = asking.wording.answer(item.haystack.needles[item.which].value)
         masses = answer_masses(prefix, item.haystack, item.which, value)
         answer["masses"] = np.round(masses.double().numpy(), DIGITS).tolist()
     return answer
-
-
-def _ends(evaluated: Evaluated) -> set[int]:
-    """The tokens that end an answer: those of the model's generation settings, and the tokenizer's EOS."""
-    own = unwrapped(evaluated.model).generation_config.eos_token_id
-    given = own if isinstance(own, list) else [own]
-    return {token for token in [*given, evaluated.tokenizer.eos_token_id] if token is not None}
 
 
 # ---- scoring -----------------------------------------------------------------------------------------------

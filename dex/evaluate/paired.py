@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dex.errors import DexError
+from dex.errors import DexError, NotFinite
 
 Floats = NDArray[np.float64]
 Groups = Sequence[object] | NDArray[np.generic]
@@ -29,11 +29,6 @@ class Interval(NamedTuple):
     mean: float
     low: float | None
     high: float | None
-
-    def __str__(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.mean:.4f} (one group: no interval)"
-        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
 def mean_score(
@@ -118,7 +113,7 @@ def per_group(score: ArrayLike, weight: ArrayLike, group: Groups) -> tuple[Float
     if not counted.any():
         raise DexError("There is nothing to score, so there is no mean.")
     if not np.isfinite(scores[counted]).all():
-        raise DexError("A score is not finite, so it has no mean: the model returns NaN or infinite logits.")
+        raise NotFinite("A score is not finite, so it has no mean: the model returns NaN or infinite logits.")
     _, index = np.unique(names[counted], return_inverse=True)
     sums: Floats = np.bincount(index, weights=scores[counted] * weights[counted]).astype(np.float64)
     counts: Floats = np.bincount(index, weights=weights[counted]).astype(np.float64)

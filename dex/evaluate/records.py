@@ -204,4 +204,5 @@ def results_in(folder: Path) -> list[Path]:
     """The result folders in a folder of one model (or of several), or the folder itself; sorted."""
     if (folder / RESULT).is_file() and (folder / ITEMS).is_file():
         return [folder]
-    return sorted(path.parent for path in folder.rglob(RESULT) if (path.parent / ITEMS).is_file())
+    found = (path.parent for path in folder.rglob(RESULT) if (path.parent / ITEMS).is_file())
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))

@@ -60,7 +60,7 @@ def evaluate(
 
 
 def _evaluate_one(evaluated: Evaluated, folder: Path, suite: Suite, force: bool) -> Result:
-    settings = suite.model_dump(mode="json")
+    settings = {**suite.model_dump(mode="json"), "inputs": on_first(suite.inputs)}
     request: dict[str, Any] = {"model": evaluated.identity, "suite": suite.name, "settings": settings}
     finished = on_first(lambda: _finished(folder, request, force))
     if finished is not None:
@@ -104,19 +104,22 @@ def _finished(folder: Path, request: dict[str, Any], force: bool) -> Result | No
         return None
     result = read_result(folder)
     found = {"model": result.model, "suite": result.suite, "settings": result.settings}
-    if (what := _different(found, request)) is not None:
+    if (what := different(found, request)) is not None:
         raise DexError(f"{folder} holds a result of another {what}; choose another output, or pass --force.")
     return result
 
 
-def _different(found: dict[str, Any], request: dict[str, Any]) -> str | None:
+def different(found: dict[str, Any], request: dict[str, Any]) -> str | None:
     """What of the request a result or an interrupted evaluation does not have, as a sentence names it."""
     if found["model"] != request["model"]:
         was, now = (str(each["model"].get("id")) for each in (found, request))
         return f"model ({was})" if was != now else f"state of {now}: its weights or its dtype differ"
     for key, value in request["settings"].items():
-        if found["settings"].get(key) != value:
+        if key != "inputs" and found["settings"].get(key) != value:
             return f"{key} ({found['settings'].get(key)}, not {value})"
+    before, after = (each["settings"].get("inputs") or {} for each in (found, request))
+    if (changed := next((name for name, value in after.items() if before.get(name) != value), None)) is not None:
+        return f"state of {changed}: it has changed since"
     return None
 
 
@@ -131,7 +134,7 @@ def _kept_until_whole(folder: Path, request: dict[str, Any], force: bool) -> Ite
     def begin() -> None:
         saved = partial / REQUEST
         if saved.exists() and not force:
-            what = _different(json.loads(saved.read_text(encoding="utf-8")), request)
+            what = different(json.loads(saved.read_text(encoding="utf-8")), request)
             if what is not None:
                 raise DexError(
                     f"{folder} was being evaluated with another {what}; finish that, or pass --force to drop it."

@@ -10,15 +10,14 @@ says nothing about the other, so both are given, and a third that draws both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from dex.errors import DexError
-from dex.evaluate.paired import RESAMPLES, Interval, interval_of, paired_difference
+from dex.evaluate.paired import DRAWS_AT_ONCE, RESAMPLES, Interval, interval_of, paired_difference
 from dex.evaluate.records import Result, paired
 
 Floats = NDArray[np.float64]
@@ -29,38 +28,41 @@ class Difference:
     """`per_seed`: the mean difference of every seed. `p`: of a paired t-test over the seeds; None for one seed."""
 
     mean: float
-    per_seed: list[float]
+    per_seed: dict[str, float]
     over_items: Interval
     over_seeds: Interval
     over_both: Interval
     p: float | None
 
 
-def difference(variant: Sequence[Result], control: Sequence[Result], task: str) -> Difference:
-    """The variant's runs against the control's, seed by seed, on a task's items.
+Runs = Mapping[int | None, Result]  # by seed; None for a model that is not trained
+
+
+def difference(variant: Runs, control: Runs, task: str) -> Difference | None:
+    """The variant's runs against the control's, seed by seed, on a task's items; None where they share no seed.
 
     A variant that is not trained has one run, which stands against every seed of the control.
     Raises DexError where the items differ.
     """
-    ours = list(variant) * len(control) if len(variant) == 1 else list(variant)
-    if len(ours) != len(control):
-        raise DexError(f"{len(ours)} runs cannot be paired with {len(control)} of the control.")
-    pairs = [paired(a, b, task) for a, b in zip(ours, control, strict=True)]
+    untrained = variant.get(None)
+    seeds = [seed for seed in control if untrained is not None or seed in variant]
+    if not seeds:
+        return None
+    pairs = [paired(untrained or variant[seed], control[seed], task) for seed in seeds]
     first = pairs[0][0]
     weights = np.array([record.weight for record in first])
     groups = [record.group for record in first]
-    by_id = [{record.id: record.score for record in a} for a, _ in pairs]
-    theirs = [{record.id: record.score for record in b} for _, b in pairs]
-    d = np.array(
-        [[a[record.id] - b[record.id] for record in first] for a, b in zip(by_id, theirs, strict=True)]
-    )  # [S, N]
+    rows = []
+    for ours, theirs in pairs:
+        by_id = {a.id: a.score - b.score for a, b in zip(ours, theirs, strict=True)}
+        rows.append([by_id[record.id] for record in first])
+    d = np.array(rows)  # [S, N]
     per_seed = (d * weights).sum(axis=1) / weights.sum()
     mean = float(per_seed.mean())
-    zero = np.zeros(d.shape[1])
     return Difference(
         mean,
-        [float(value) for value in per_seed],
-        paired_difference(d.mean(axis=0), zero, weights, groups),
+        {str(seed): float(value) for seed, value in zip(seeds, per_seed, strict=True)},
+        paired_difference(d.mean(axis=0), np.zeros(d.shape[1]), weights, groups),
         over_seeds(per_seed),
         interval_of(mean, _drawn_twice(d, weights, groups)),
         _p(per_seed),
@@ -100,10 +102,14 @@ def _drawn_twice(d: Floats, weights: Floats, groups: Sequence[str], resamples: i
     sums = np.stack([np.bincount(index, weights=row * weights, minlength=M) for row in d])  # [S, M]
     counts = np.bincount(index, weights=weights, minlength=M)  # [M]
     generator = np.random.default_rng(0)
-    seeds = generator.multinomial(S, np.full(S, 1 / S), size=resamples) / S  # [R, S]
-    drawn = generator.multinomial(M, np.full(M, 1 / M), size=resamples)  # [R, M]
-    means: Floats = np.einsum("rs,sm,rm->r", seeds, sums, drawn, optimize=True) / (drawn @ counts)
-    return means
+    at_once = max(1, DRAWS_AT_ONCE // M)
+    means = []
+    for start in range(0, resamples, at_once):
+        R = min(at_once, resamples - start)
+        seeds = generator.multinomial(S, np.full(S, 1 / S), size=R) / S  # [R, S]
+        drawn = generator.multinomial(M, np.full(M, 1 / M), size=R)  # [R, M]
+        means.append(((seeds @ sums) * drawn).sum(axis=1) / (drawn @ counts))
+    return np.concatenate(means)
 
 
 @dataclass(frozen=True)

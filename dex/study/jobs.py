@@ -45,6 +45,7 @@ class Done:
     diverged: str | None
     seconds: float
     memory: dict[str, int | None]
+    fresh: dict[str, Any] | None = None  # what its model was made like, where it began with fresh weights
 
     @property
     def loss(self) -> float:
@@ -73,11 +74,12 @@ def read_done(job: Job, study: Study) -> Done | None:
         return None
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        return Done(job, folder, saved["result"], saved["diverged"], saved["seconds"], saved["memory"])
+        known = {key: saved[key] for key in ("result", "diverged", "seconds", "memory")}
+        return Done(job, folder, fresh=saved.get("fresh"), **known)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DexError(f"{path} is damaged ({error}); delete {folder} and run the study again.") from error
 
 
 def write_done(done: Done) -> None:
-    parts = {key: getattr(done, key) for key in ("result", "diverged", "seconds", "memory")}
+    parts = {key: getattr(done, key) for key in ("result", "diverged", "seconds", "memory", "fresh")}
     write_json(done.folder / RECORD, parts)

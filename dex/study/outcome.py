@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,15 +19,12 @@ from dex.study.sweep import Swept
 if TYPE_CHECKING:
     from dex.study.verb import Runs
 
-HELD_OUT_SUITE = "perplexity"
-
 
 def outcome(runs: Runs) -> dict[str, Any]:
     """What report.json holds."""
     study, counted = runs.study, runs.all_counted()
     points = {point: _point(runs, point, counted) for point in study.point_names}
     return {
-        "finished": True,
         "control": study.control,
         "seeds": study.seeds,
         "whole": all(
@@ -43,11 +41,13 @@ def _point(runs: Runs, point: str, counted: Mapping[tuple[str, str], list[Done]]
     study = runs.study
     variants = {name: _variant(runs, point, name, counted[point, name]) for name in study.variants}
     tasks: dict[str, Any] = {}
-    for suite in [HELD_OUT_SUITE, *(suite.name for suite in study.suites)]:
+    for suite in [None, *(suite.name for suite in study.suites)]:
         results = {name: _results(counted[point, name], suite) for name in study.variants}
         if results[study.control]:
-            tasks |= _tasks(results, study.control)
-    return {"variants": variants, "tasks": tasks, "control": study.control}
+            tasks |= _tasks(results, study.control, suite)
+    _adjust(tasks)
+    tokens = study.recipe(point, study.control, 1.0, study.seeds[0], Path(study.output), "any").run.tokens
+    return {"tokens": tokens, "variants": variants, "tasks": tasks, "control": study.control}
 
 
 def _variant(runs: Runs, point: str, name: str, done: Sequence[Done]) -> dict[str, Any]:
@@ -72,7 +72,10 @@ def _variant(runs: Runs, point: str, name: str, done: Sequence[Done]) -> dict[st
 
 
 def _sweep(swept: Swept) -> dict[str, Any]:
-    losses = {f"{rate:g}": loss for rate, loss in swept.losses.items()}
+    """The losses by rate; null for a rate that diverged."""
+    losses = {
+        f"{rate:g}": loss if np.isfinite(loss) else None for rate, loss in swept.losses.items() if not np.isnan(loss)
+    }
     return {"losses": losses, "best": swept.best, "at_edge": swept.at_edge}
 
 
@@ -93,37 +96,36 @@ def _branch(done: Sequence[Done]) -> dict[str, Any] | None:
     }
 
 
-def _results(done: Sequence[Done], suite: str) -> list[Result]:
-    if suite == HELD_OUT_SUITE:
-        return [each.held_out() for each in done if not each.diverged]
-    return [result for each in done if not each.diverged and (result := each.suites().get(suite)) is not None]
+def _results(done: Sequence[Done], suite: str | None) -> dict[int | None, Result]:
+    """The results of a suite by seed; of None, the run's own held-out part. Runs that diverged have none."""
+    found: dict[int | None, Result] = {}
+    for each in done:
+        if not each.diverged:
+            result = each.held_out() if suite is None else each.suites().get(suite)
+            if result is not None:
+                found[each.job.seed] = result
+    return found
 
 
-def _tasks(results: Mapping[str, list[Result]], control: str) -> dict[str, Any]:
-    """Every task of a suite: each variant's mean scores, and its difference from the control with Holm's p."""
+def _tasks(results: Mapping[str, dict[int | None, Result]], control: str, suite: str | None) -> dict[str, Any]:
+    """Every task of a suite: each variant's mean scores, and its difference from the control."""
     found = {}
-    for task, about in results[control][0].tasks.items():
-        scores = {name: [result.score(task).mean for result in each] for name, each in results.items()}
-        compared = {
-            name: difference(each, results[control], task)
-            for name, each in results.items()
-            if name != control and len(each) in (1, len(results[control])) and each
-        }
-        found[task] = {
+    for task, about in next(iter(results[control].values())).tasks.items():
+        scores = {name: [result.score(task).mean for result in each.values()] for name, each in results.items()}
+        found[task if suite is None else f"{suite}: {task}"] = {
             **asdict(about),
             "noise_floor": asdict(noise_floor(scores[control])),
             "variants": {
                 name: {
-                    "scores": scores[name],
+                    "scores": {str(seed): result.score(task).mean for seed, result in each.items()},
                     "score": over_seeds(scores[name])._asdict(),
                     "own_noise": asdict(noise_floor(scores[name])),
-                    "difference": _difference(compared.get(name)),
+                    "difference": None if name == control else _difference(difference(each, results[control], task)),
                 }
-                for name in results
-                if scores[name]
+                for name, each in results.items()
+                if each
             },
         }
-        _adjust(found[task]["variants"])
     return found
 
 
@@ -142,11 +144,10 @@ def _difference(found: Difference | None) -> dict[str, Any] | None:
     )
 
 
-def _adjust(variants: dict[str, Any]) -> None:
-    """Holm's adjustment over the variants that were compared with the control on the task."""
-    compared = [
-        each["difference"] for each in variants.values() if each["difference"] and each["difference"]["p"] is not None
-    ]
+def _adjust(tasks: Mapping[str, Any]) -> None:
+    """Holm's adjustment over all tasks and all variants of a point: one family, as in `dex compare`."""
+    found = [each["difference"] for task in tasks.values() for each in task["variants"].values()]
+    compared = [each for each in found if each is not None and each["p"] is not None]
     for each, p in zip(compared, holm([each["p"] for each in compared]), strict=True):
         each["p_holm"] = p
 

@@ -13,7 +13,7 @@ from dex.environment import environment
 from dex.evaluate.comparison import Difference, Row, Verdict
 from dex.evaluate.held_out import TASK
 from dex.evaluate.paired import Interval
-from dex.evaluate.run import interval
+from dex.evaluate.tables import interval
 from dex.output import write_json, write_whole
 from dex.plots import forest
 from dex.plots.curves import plot_curves, smoothed
@@ -43,7 +43,7 @@ def write_report(runs: Runs) -> dict[str, Any]:
 def _lines(runs: Runs, found: Mapping[str, Any], figures: Sequence[Path]) -> Iterator[str]:
     study = runs.study
     seeds = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
-    yield f"{len(study.variants)} variants, {seeds}, against `{study.control}`; {_budget(runs)}."
+    yield f"{len(study.variants)} variants, {seeds}, against `{study.control}`; {_budget(runs, found)}."
     if not found["whole"]:
         yield ""
         yield "**Not all runs are done: this is what there is.**"
@@ -57,16 +57,10 @@ def _lines(runs: Runs, found: Mapping[str, Any], figures: Sequence[Path]) -> Ite
     yield from (f"![{path.stem}]({path.name})" for path in figures)
 
 
-def _budget(runs: Runs) -> str:
-    study = runs.study
-    run, data = study.shared.run, study.shared.data
-    sources = ", ".join(str(source["source"]) for source in data["train"])
-    each = (
-        f"{int(str(run['tokens']).replace('_', '')):,} tokens a run"
-        if "tokens" in run
-        else "tokens as its points say"
-    )
-    return f"{each} of {sources}, the same batches in the same order for the same seed"
+def _budget(runs: Runs, found: Mapping[str, Any]) -> str:
+    sources = ", ".join(str(source["source"]) for source in runs.study.shared.data["train"])
+    tokens = " or ".join(f"{each:,}" for each in sorted({at["tokens"] for at in found["points"].values()}))
+    return f"{tokens} tokens a run of {sources}, the same batches in the same order for the same seed"
 
 
 def _tables(at: Mapping[str, Any], control: str) -> Iterator[str]:
@@ -96,6 +90,7 @@ def _task_table(task: str, figures: Mapping[str, Any], variants: Mapping[str, An
 
 def _task_row(variant: Mapping[str, Any], own: Mapping[str, Any], higher: bool, is_control: bool) -> str:
     diverged = f" ({len(variant['diverged'])} diverged)" if variant["diverged"] else ""
+    of_seeds = f", {len(own['scores'])} seed{'s' if len(own['scores']) > 1 else ''}" if variant["trained"] else ""
     difference = own["difference"]
     if difference is None:
         cells = ["control" if is_control else "not comparable", "", "", "", "", ""]
@@ -103,7 +98,7 @@ def _task_row(variant: Mapping[str, Any], own: Mapping[str, Any], higher: bool, 
         parts = [_brackets(difference[key]) for key in ("over_items", "over_seeds", "over_both")]
         p = difference.get("p_holm")
         cells = [f"{difference['mean']:+.4f}", *parts, "" if p is None else f"{p:.3g}", verdict(difference, higher)]
-    return f"| {variant['about']}{diverged} | {own['score']['mean']:.4f} | {' | '.join(cells)} |"
+    return f"| {variant['about']}{of_seeds}{diverged} | {own['score']['mean']:.4f} | {' | '.join(cells)} |"
 
 
 def verdict(difference: Mapping[str, Any], higher_is_better: bool) -> Verdict:
@@ -157,22 +152,23 @@ def _sweep_table(variants: Mapping[str, Any]) -> Iterator[str]:
     yield f"|---|{'---|' * len(rates)}"
     for own in swept:
         losses, best = own["sweep"]["losses"], own["sweep"]["best"]
-        cells = [_swept_cell(losses.get(f"{rate:g}"), rate == best) for rate in rates]
+        cells = [_swept_cell(losses[key], rate == best) if (key := f"{rate:g}") in losses else "" for rate in rates]
         edge = " (best at the edge)" if own["sweep"]["at_edge"] else ""
         yield f"| {own['about']}{edge} | {' | '.join(cells)} |"
 
 
 def _swept_cell(loss: float | None, best: bool) -> str:
-    if loss is None or np.isnan(loss):
-        return ""
-    text = "diverged" if np.isinf(loss) else f"{loss:.4f}"
+    text = "diverged" if loss is None else f"{loss:.4f}"
     return f"**{text}**" if best else text
 
 
 def _fit_table(fit: Mapping[str, Any], control: str) -> Iterator[str]:
     slope = Interval(**fit["slope"])
     yield from ("", f"### Loss against {fit['over']}", "")
-    yield f"ln loss = a − b ln {fit['over']}, one b for all: {interval(slope)}. Intervals draw the seeds."
+    yield (
+        f"ln loss = a − b ln {fit['over']}, one b for all: {interval(slope)}. Intervals draw the seeds; of few "
+        "seeds they are narrow."
+    )
     yield ""
     yield f"| variant | {fit['over']} for the same loss, of the control's |"
     yield "|---|---|"
@@ -213,6 +209,7 @@ def _training(
 ) -> Iterator[Path]:
     """The training loss, and its difference from the control's on the same batches."""
     curves = {name: curve for name, done in counted.items() if (curve := _losses(done)) is not None}
+    seeds = {name: [each.job.seed for each in done] for name, done in counted.items()}
     if not curves:
         return
     shown = {about[name]: curve for name, curve in curves.items()}
@@ -225,7 +222,7 @@ def _training(
     less = {
         about[name]: _smooth(at, values - base)
         for name, (at, values) in curves.items()
-        if name != control and values.shape == base.shape
+        if name != control and values.shape == base.shape and seeds[name] == seeds[control]
     }
     if less:
         path = output / f"curves-against-control{mark}.png"
@@ -249,10 +246,12 @@ def _lam(counted: Mapping[str, list[Done]], about: Mapping[str, str], path: Path
     """λ over training, the mean over the layers that have one."""
     curves = {}
     for name, done in counted.items():
-        logs = [[line for line in each.log() if any(line.get("lam") or [])] for each in done]
-        if logs and len({len(log) for log in logs}) == 1 and logs[0]:
-            means = np.array([[np.mean([lam for lam in line["lam"] if lam]) for line in log] for log in logs])
-            curves[about[name]] = ([line["tokens"] for line in logs[0]], means)
+        logs = [[line for line in each.log() if line.get("lam") and "loss" in line] for each in done]
+        if logs and logs[0] and len({len(log) for log in logs}) == 1:
+            lam = np.array([[line["lam"] for line in log] for log in logs])  # [S, P, L]
+            has_branch = (lam != 0).any(axis=(0, 1))
+            if has_branch.any():
+                curves[about[name]] = ([line["tokens"] for line in logs[0]], lam[:, :, has_branch].mean(axis=2))
     if curves:
         plot_curves(curves, path, "λ, mean over layers", zero=True)
         yield path

@@ -10,6 +10,7 @@ Variants get the same data in the same order and the same budget: a variant that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,6 +30,8 @@ Seeds = Annotated[
 Rates = Annotated[list[Rate], distinct("a list of at least one learning rate, all different,")]
 Layout = Literal["base", "diff-v1", "diff-v2", "diffllama"]
 Fit = Literal["parameters", "tokens"]
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 # What a variant may have of its own in `run`: the rest decides the data, their order or the budget.
 OWN_RUN = ("weight_decay", "clip", "micro_batch", "gradient_checkpointing", "autocast", "warmup", "decay")
@@ -50,6 +53,9 @@ class Fresh(Block):
     like: Annotated[str, text()]  # a folder with a config.json and a tokenizer, or a model
     config: Part = {}  # changes to its configuration: hidden_size, say
     options: Part = {}  # of DIFF V1: lambda_mode, head_norm, …
+
+
+_FRESH = SettingsFile(Fresh, "block `fresh`")
 
 
 class Variant(Block):
@@ -144,7 +150,7 @@ class Study(Block):
         for part in parts:
             config = {**values.get("config", {}), **part.get("config", {})}
             values |= {**part, "config": config}
-        return SettingsFile(Fresh, "block `fresh`").from_values(values, f"variant {variant}")
+        return _FRESH.from_values(values, f"variant {variant}")
 
 
 def _problems(study: Study) -> Iterator[Problem]:
@@ -176,16 +182,20 @@ def _problems(study: Study) -> Iterator[Problem]:
             yield Problem(("variants", name, "fresh"), f"variants.{name}.fresh has no effect without shared.fresh")
         if not variant.train and (variant.method or variant.run or variant.lr):
             yield Problem(("variants", name), f"variants.{name} is not trained, so method, run and lr have no effect")
+        if not variant.train and study.shared.fresh is not None:
+            yield Problem(("variants", name), f"variants.{name} is not trained, and shared.fresh begins with nothing")
     if study.fit is not None and len(study.points) < 2:
         yield Problem(("fit",), f"fit is {study.fit}, which needs at least two points")
+    if study.fit == "parameters" and study.shared.fresh is None:
+        yield Problem(("fit",), "fit is parameters, which needs models of several sizes, as shared.fresh makes them")
     if study.sweep.point is not None and study.sweep.point not in study.points:
         yield Problem(("sweep", "point"), f"sweep.point: {study.sweep.point!r} is not one of the points")
     suites = [suite.name for suite in study.suites]
     if len(set(suites)) < len(suites):
         yield Problem(("suites",), "suites names a suite twice; each is evaluated once")
     for key in (*study.variants, *study.points):
-        if not all(char.isalnum() or char in "-_.+" for char in key):
-            yield Problem((), f"{key!r} is not a name; use letters, digits, and - _ . +")
+        if not NAME.fullmatch(key):
+            yield Problem((), f"{key!r} is not a name; use letters, digits and - _ . +, a letter or digit first")
 
 
 STUDIES = SettingsFile(

@@ -7,20 +7,32 @@ several of them on one output (one a GPU, say) share the runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dex.console import say
 from dex.errors import DexError
 from dex.output import refuse_file_above, write_whole
+from dex.recipe import load_recipe
 from dex.recipe_yaml import yaml_lines
 from dex.run_data import cache_dir
 from dex.run_folder import RECIPE, lock_of, refuse_another_recipe
-from dex.study.jobs import RECORD, Done, Job, read_done
+from dex.study.jobs import Done, Job, read_done
 from dex.study.study_file import Study
 from dex.study.sweep import Swept, sweep_of
-from dex.study.work import BUSY, STOPPED, drop_weights, in_own_process, run_job, run_suites
+from dex.study.work import (
+    BUSY,
+    STOPPED,
+    alone,
+    drop_weights,
+    in_own_process,
+    recipe_as_it_is,
+    run_job,
+    run_suites,
+)
+
+Work = Callable[[Study, Job], str | None]
 
 POLL = 2.0  # seconds between looks at what another `dex study` is doing
 
@@ -31,6 +43,7 @@ class Runs:
     def __init__(self, study: Study) -> None:
         self.study = study
         self._done: dict[Job, Done] = {}
+        self._bases: dict[str, str] = {}  # what each model's weights are, by its id
 
     def done(self, job: Job) -> Done | None:
         """The record of a run. Raises DexError if its folder holds a run with other settings."""
@@ -76,15 +89,37 @@ class Runs:
                     yield job
 
     def without_suites(self) -> Iterator[Job]:
-        """The runs that count and have not been through all suites."""
+        """The runs that count and have not been through all suites, with these settings."""
+        from dex.evaluate.run import different
+
         for point in self.study.point_names:
             for variant in self.study.variants:
                 for job in self.counted(point, variant) or []:
                     found = self.done(job)
                     if found is None or found.diverged:
                         continue
-                    if {suite.name for suite in self.study.suites} - found.suites().keys():
-                        yield job
+                    there = found.suites()
+                    for suite in self.study.suites:
+                        result = there.get(suite.name)
+                        wanted = {
+                            "model": result.model if result else None,
+                            "settings": suite.model_dump(mode="json"),
+                        }
+                        if result is None or different({**vars(result)}, wanted) is not None:
+                            yield job
+                            break
+
+    def losers(self) -> Iterator[Job]:
+        """The runs that only the sweep was made for, once it is decided."""
+        for point in self.study.point_names:
+            at = self.study.sweep.point or point
+            for variant, own in self.study.variants.items():
+                swept = self.swept(point, variant) if own.train else None
+                if swept is not None and swept.best is not None:
+                    seeds = self.study.seeds[: self.study.sweep.seeds]
+                    yield from (
+                        Job(at, variant, rate, seed) for rate in swept.losses for seed in seeds if rate != swept.best
+                    )
 
     def all_counted(self) -> dict[tuple[str, str], list[Done]]:
         """The runs that count and are done, by point and variant."""
@@ -97,14 +132,27 @@ class Runs:
         }
 
     def _refuse_another(self, job: Job, found: Done) -> None:
-        if job.lr is None or job.seed is None:
-            return
-        from dex.recipe import load_recipe
-
-        before = load_recipe(found.folder / RECIPE)
-        model = before.model.id if self.study.fresh(job.point, job.variant) is not None else None
-        now = self.study.recipe(job.point, job.variant, job.lr, job.seed, found.folder, model)
-        refuse_another_recipe(found.folder, before, now)
+        """Raise for a run that was made with other settings, or from another base than the runs beside it."""
+        fresh = self.study.fresh(job.point, job.variant)
+        if job.lr is not None and job.seed is not None:
+            before = load_recipe(found.folder / RECIPE)
+            made_from = before.model.id if fresh is not None else None
+            now = self.study.recipe(job.point, job.variant, job.lr, job.seed, found.folder, made_from)
+            refuse_another_recipe(found.folder, before, now)
+            model = now.model.id
+        else:
+            model = recipe_as_it_is(self.study, job).model.id
+        if (fresh.model_dump(mode="json") if fresh else None) != found.fresh:
+            raise DexError(f"{found.folder} began with a model of other settings of `fresh`; choose another output.")
+        base = found.result.get("model") or {}
+        if base and base["id"] != model:
+            raise DexError(f"{found.folder} holds a run of {base['id']}, and this is {model}; choose another output.")
+        identity = base.get("commit") or base.get("content")
+        if identity and self._bases.setdefault(model, identity) != identity:
+            raise DexError(
+                f"{found.folder} began with other weights of {model} than other runs of this study: the model has "
+                "changed meanwhile; delete the runs that are older, or choose another output."
+            )
 
 
 def study(study: Study, *, report_only: bool = False) -> dict[str, Any]:
@@ -119,14 +167,11 @@ def study(study: Study, *, report_only: bool = False) -> dict[str, Any]:
     output = Path(study.output)
     refuse_file_above(output)
     _check(study)
-    write_whole(output / "study.yaml", "\n".join(yaml_lines(study.model_dump(mode="json"))) + "\n")
     runs = Runs(study)
-    if not report_only:
-        if not (_make(runs, run_job, runs.todo) and _make(runs, run_suites, runs.without_suites)):
-            return {"finished": False, "output": study.output}
-        if not study.keep_weights:
-            _drop_all(runs)
-    with lock_of(output / "report.md", cache_dir()).acquire(timeout=-1):  # others that finish now write it too
+    if not report_only and not (_make(runs, run_job, runs.todo) and _make(runs, run_suites, runs.without_suites)):
+        return {"finished": False, "output": study.output}
+    with lock_of(output / "report.md", cache_dir()).acquire(timeout=-1):  # others that finish now write them too
+        write_whole(output / "study.yaml", "\n".join(yaml_lines(study.model_dump(mode="json"))) + "\n")
         return write_report(runs)
 
 
@@ -149,34 +194,29 @@ def _check(study: Study) -> None:
                 recipe.method.check_packages()
 
 
-def _make(runs: Runs, work: Any, jobs: Any) -> bool:
+def _make(runs: Runs, work: Work, jobs: Callable[[], Iterator[Job]]) -> bool:
     """Do jobs until there are none left; False where a signal stopped one."""
-    busy: set[Job] = set()
-    made = 0
-    while True:
-        waiting = list(jobs())
-        if not waiting:
-            return True
-        job = next((each for each in waiting if each not in busy), None)
+    output = Path(runs.study.output)
+    while waiting := list(jobs()):
+        job = next((each for each in waiting if _is_free(each, output)), None)
         if job is None:
             time.sleep(POLL)  # another `dex study` has what is left
-            busy.clear()
             continue
         say(f"— {job}   ({len(waiting)} runs known to be left)")
         outcome = in_own_process(work, runs.study, job)
-        made += 1
         if outcome == STOPPED:
             return False
-        if outcome == BUSY:
-            busy.add(job)
-        elif job in set(jobs()):
-            raise DexError(f"{job} left nothing in {job.folder(Path(runs.study.output))}; look there.")
+        if outcome != BUSY and job in set(jobs()):
+            raise DexError(f"{job} left nothing in {job.folder(output)}; look there.")
+        for loser in runs.losers():
+            drop_weights(loser.folder(output))
+    return True
 
 
-def _drop_all(runs: Runs) -> None:
-    """Weights are many times the size of all that is reported."""
-    for record in list((Path(runs.study.output) / "runs").rglob(RECORD)):
-        drop_weights(record.parent)
+def _is_free(job: Job, output: Path) -> bool:
+    """Is no other process at it now?"""
+    with alone(job.folder(output)) as is_ours:
+        return is_ours
 
 
 def describe(result: dict[str, Any]) -> str:

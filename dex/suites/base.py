@@ -48,6 +48,10 @@ class Suite(Block):
     def check(self) -> None:
         """Raise DexError for what is missing (a package, a file), before a model is loaded."""
 
+    def inputs(self) -> dict[str, Any]:
+        """Hashes of the files that the settings name: a result is one of theirs, and not of what they become."""
+        return {}
+
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         """Score every item. `answers` holds what an interrupted evaluation had of them; see `answer_all`."""
         raise NotImplementedError

@@ -75,6 +75,11 @@ class ContextQa(Suite):
             raise DexError(f"The suite {self.name} needs {' and '.join(lacking)}: pip install 'dex-llm[eval]'.")
         check_tasks(self._tasks(), self.data)
 
+    def inputs(self) -> dict[str, Any]:
+        from dex.evaluate.inputs import file_hashes, local_files
+
+        return file_hashes(local_files(self.data))
+
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.errors import DexError
         from dex.evaluate import context_qa

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from dex.errors import DexError
 from dex.evaluate.harness_tasks import Known, TaskChoice
@@ -38,6 +38,11 @@ class Instruct(Suite):
         if any("ifeval" in task for task in self.tasks):
             check_ifeval()
         load_tasks(self._choice())
+
+    def inputs(self) -> dict[str, Any]:
+        from dex.evaluate.inputs import file_hashes, local_files
+
+        return file_hashes(local_files(self.data))
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.evaluate.harness import run_harness

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from dex.evaluate.harness_tasks import Known, TaskChoice
 from dex.settings import YesNo, distinct, text, whole
@@ -45,6 +45,11 @@ class Lm(Suite):
         from dex.evaluate.harness_tasks import load_tasks
 
         load_tasks(self._choice())
+
+    def inputs(self) -> dict[str, Any]:
+        from dex.evaluate.inputs import file_hashes, local_files
+
+        return file_hashes(local_files(self.data))
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.evaluate.harness import run_harness

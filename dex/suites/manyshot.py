@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
 
@@ -73,6 +73,13 @@ class Manyshot(Suite):
             ]
         if idle:
             raise DexError(f"{idle[0]} has no effect with the data {self.data}; leave it out.")
+
+    def inputs(self) -> dict[str, Any]:
+        from dex.data.sources import Source, is_local
+        from dex.evaluate.inputs import file_hashes
+
+        named = [file for file in (self.data, self.test) if file is not None and is_local(Source(file))]
+        return file_hashes(Path(file).expanduser() for file in named)
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.evaluate import manyshot

@@ -20,6 +20,7 @@ GRID_PLOT, ATTENTION_PLOT = "grid.png", "attention.png"
 
 class Needle(Suite):
     what: ClassVar[str] = "which asks for needles in haystacks"
+    which_items: ClassVar[tuple[str, ...]] = ("lengths", "depths", "samples", "seed", "plot", "attention")
 
     name: Literal["needle"] = "needle"
     lengths: Annotated[list[Annotated[int, whole(above=0)]], distinct("a list of different lengths in tokens")] = [
@@ -62,6 +63,12 @@ class Needle(Suite):
             next(read_documents(source))
         if self.plot:
             check_matplotlib()
+
+    def inputs(self) -> dict[str, Any]:
+        from dex.data.sources import Source, identity, is_local
+
+        source = Source(self.filler)
+        return {self.filler: identity(source)} if is_local(source) else {}
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.evaluate import needle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -40,6 +40,15 @@ class Perplexity(Suite):
     def check(self) -> None:
         self._data()
 
+    def inputs(self) -> dict[str, Any]:
+        from dex.data.sources import identity, is_local
+        from dex.run_data import sources
+
+        data, tokens_of_run, template = self._data()
+        local = {source.source: identity(source) for source in sources(data) if is_local(source)}
+        written = Path(template).read_text(encoding="utf-8") if template else None
+        return {"data": [data.model_dump(mode="json"), tokens_of_run, written, local]}
+
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.evaluate.answers import answer_all
         from dex.evaluate.held_out import TASK, BlockLoss, batches_of_one_length, losses_of_batch, records_of
@@ -54,7 +63,10 @@ class Perplexity(Suite):
         blocks = held_out_blocks(data, prepared)
         lengths = [len(block.input_ids) for block in blocks]
         found = answer_all(
-            [f"{i}-{prompt_hash(block.input_ids.tolist())}" for i, block in enumerate(blocks)],
+            [
+                f"{i}-{prompt_hash(block.input_ids.tolist(), block.targets.long().tolist())}"
+                for i, block in enumerate(blocks)
+            ],
             list(batches_of_one_length(lengths, evaluated.batch_size)),
             lambda batch: [loss.loss for loss in losses_of_batch(evaluated.model, [blocks[i] for i in batch])],
             answers,
