@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,18 +56,21 @@ def read_table(source: str, columns: Sequence[str], *, config: str | None, split
 def _local(path: Path, columns: Sequence[str]) -> Table:
     if path.suffix.lower() not in JSON_LINES:
         raise DexError(f"{path} is not a table that is read; give a file of JSON lines (.jsonl) or a Hub id.")
+    rows = [_selected(row, columns, f"{path} line {number}") for number, row in json_lines(path)]
+    return Table(str(path), rows, hashlib.sha256(path.read_bytes()).hexdigest()[:16], {})
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    """The number and the row of every line that is not blank. Raises DexError for one that is no JSON object."""
     try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DexError(f"{path}: byte {error.start} is not UTF-8; convert the file.") from None
     except OSError as error:
         raise DexError(f"{path} could not be read: {error.strerror or error}.") from error
-    rows = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            rows.append(_selected(_parsed(line, f"{path} line {number}"), columns, f"{path} line {number}"))
-    return Table(str(path), rows, hashlib.sha256(raw).hexdigest()[:16], {})
+            yield number, _parsed(line, f"{path} line {number}")
 
 
 def _parsed(line: str, where: str) -> Row:

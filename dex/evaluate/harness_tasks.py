@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -265,27 +264,14 @@ def _dataset(name: str, file: Path, fields: Sequence[str]) -> Any:
 
 
 def _rows(file: Path, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
+    from dex.data.columns import json_lines
+
+    if not file.exists():
         there = sorted(path.name for path in file.parent.glob("*.jsonl"))
         raise DexError(
             f"{file} does not exist, and the task {name} reads it; {file.parent} has {_listed(there) or 'no .jsonl'}."
-        ) from None
-    except UnicodeDecodeError as error:
-        raise DexError(f"{file}: byte {error.start} is not UTF-8; convert the file.") from None
-    except OSError as error:
-        raise DexError(f"{file} could not be read: {error.strerror or error}.") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DexError(f"{file}, line {number}: this is not JSON ({_reason(error)}); mend the line.") from None
-        if not isinstance(row, dict):
-            raise DexError(f"{file}, line {number}: a JSON object with the fields of {name} is expected.")
-        yield number, row
+        )
+    return json_lines(file)
 
 
 @contextmanager

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from dex.evaluate.harness_tasks import Known, TaskChoice
+from dex.evaluate.harness_tasks import Known
 from dex.settings import YesNo, distinct, text, whole
-from dex.suites.base import Outcome, Suite
-
-if TYPE_CHECKING:
-    from dex.evaluate.answers import Answers
-    from dex.evaluate.evaluated import Evaluated
+from dex.suites.on_harness import OnHarness
 
 # The score of each: acc_norm (log-likelihood per character) where the choices are sentences of several lengths and
 # the field reports it, acc elsewhere. Every record has both where the harness has both.
@@ -30,32 +25,11 @@ TASKS = {
 }
 
 
-class Lm(Suite):
+class Lm(OnHarness):
     what: ClassVar[str] = "which runs tasks of lm-evaluation-harness"
-    which_items: ClassVar[tuple[str, ...]] = ("tasks", "data", "limit", "data_of_tasks")
+    known: ClassVar[dict[str, Known]] = TASKS
 
     name: Literal["lm"] = "lm"
     tasks: Annotated[list[Annotated[str, text()]], distinct("a list of different tasks")] = list(TASKS)
-    data: Annotated[str | None, text(null=True)] = None  # a folder of <task>.jsonl; null: the Hub's data sets
-    limit: Annotated[int | None, whole(above=0, null=True)] = None  # the first items of each task
     shots: Annotated[int, whole(at_least=0)] = 0  # examples in the prompt
     chat: YesNo = False  # put prompts into the chat template
-
-    def check(self) -> None:
-        from dex.evaluate.harness_tasks import load_tasks
-
-        load_tasks(self._choice())
-
-    def inputs(self) -> dict[str, Any]:
-        from dex.evaluate.inputs import file_hashes, local_files
-
-        return file_hashes(local_files(self.data))
-
-    def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
-        from dex.evaluate.harness import run_harness
-
-        ran = run_harness(evaluated, answers, self._choice(), self.limit, self.chat)
-        return Outcome(ran.tasks, ran.records, ran.figures, ran.settings)
-
-    def _choice(self) -> TaskChoice:
-        return TaskChoice(self.tasks, TASKS, self.shots, Path(self.data).expanduser() if self.data else None)
