@@ -409,7 +409,7 @@ def compare(
     ] = False,
     margin: Annotated[
         float | None,
-        typer.Option(min=0, help="And unless each difference's interval shows it to be less than this much worse."),
+        typer.Option(min=0, help="Exit with 1 unless every interval shows less than this much loss."),
     ] = None,
     force: Force = False,
     as_json: Json = False,

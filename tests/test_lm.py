@@ -381,7 +381,7 @@ def test_the_fields_that_are_asked_for_are_those_that_the_task_reads(tmp_path: P
     [
         ("", "holds no rows"),
         ('{"question": ', "line 1 is not JSON"),
-        ("[1]\n", "line 1: a JSON object"),
+        ("[1]\n", "line 1 is not a JSON object"),
         (b"\xff\xfe", "byte 0 is not UTF-8"),
         (json.dumps(arc("Q", ["a", "b"], "C")), "C|schema"),
         (json.dumps({"question": "Q", "choices": ["a", "b"], "answerKey": "A"}), "not of the schema of the task arc"),
