@@ -482,6 +482,8 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code != INTERRUPTED:
             raise
+        if as_json:
+            print(json.dumps({"error": "interrupted"}))
         print("dex: interrupted; nothing that was there before is lost.", file=sys.stderr)
         sys.exit(1)
 

@@ -15,7 +15,7 @@ from dex.evaluate.comparison import LEVEL, Row, compare_results, table_cells
 from dex.evaluate.records import Result, read_result, results_in
 from dex.evaluate.significance import TOO_FEW_GROUPS
 from dex.evaluate.tables import markdown, terminal
-from dex.output import refuse_to_overwrite, whole_folder, write_json, write_whole
+from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json, write_whole
 from dex.settings import one_of, shown
 from dex.suites import SUITES
 
@@ -135,6 +135,8 @@ def compare(
 
         check_matplotlib()
         refuse_to_overwrite(output, force, made_here=COMPARE)
+        for folder in folders:
+            refuse_output_over(output, str(folder))
     reference, others = _reference_first(read_models(folders), against)
     if tasks is not None:
         reference, *others = _chosen([reference, *others], tasks)

@@ -63,13 +63,13 @@ def lock_of(folder: Path, locks: Path) -> FileLock:
 
 @contextmanager
 def used_alone(run: Path, locks: Path) -> Iterator[None]:
-    """Keep a second `dex train` out of the run's folder. The lock goes with the process, however it ends."""
+    """Keep a second command out of a folder. The lock goes with the process, however it ends."""
     lock = lock_of(run, locks)
     try:
         locks.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise DexError(f"Another dex train is using {run}; wait for it, or choose another output.") from None
+        raise DexError(f"Another dex is using {run}; wait for it, or choose another output.") from None
     except OSError as error:
         raise DexError(
             f"{locks} could not be written: {error.strerror or error}; set DEX_CACHE to a folder that can."

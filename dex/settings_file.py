@@ -122,7 +122,7 @@ class SettingsFile(Generic[Settings]):
             elif found["type"] == "missing":
                 yield Problem(path, f"{dotted(path)} is missing")
             else:
-                expected = found["msg"] if found["type"] == "expected" else self._expected_block(path)
+                expected = found["msg"] if found["type"] == "expected" else self._expected(path, found["type"])
                 yield Problem(path, f"{dotted(path)}: {shown(found['input'])} was given, {expected}")
 
     def _unknown_key(self, path: KeyPath, tag: str | None) -> str:
@@ -145,12 +145,16 @@ class SettingsFile(Generic[Settings]):
             hint = f"{dotted(path[:-1]) or f'a {self.what}'} has {listed(known)}"
         return f"{dotted(path)} is not a key of a {self.what}; {hint}"
 
-    def _expected_block(self, path: KeyPath) -> str:
+    def _expected(self, path: KeyPath, kind: str) -> str:
         what = self.lists.get(self._block(path))
         if what is not None and not isinstance(path[-1], int):
             return f"a list of {what} is expected"
         if path in self.maps:
             return "a block with a name for each is expected"
+        if kind == "list_type":
+            return "a list is expected"
+        if self._block(path) not in self.keys:
+            return "it cannot be that"
         return f"a block with {self.named_keys(self._block(path))} is expected"
 
     def _block(self, path: KeyPath) -> Place:
@@ -255,8 +259,8 @@ def _override_value(given: str, override: str) -> Any:
 
     try:
         value = _with_text_keys(YAML(typ="safe", pure=True).load(given))
-    except (YAMLError, ValueError):
-        raise DexError(f"{override!r} on the command line: what follows the = is not valid YAML.") from None
+    except (YAMLError, ValueError, RecursionError):
+        raise DexError(f"{override[:60]!r} on the command line: what follows the = is not valid YAML.") from None
     return value if value is None or isinstance(value, bool | str | list | dict) else given.strip()
 
 

@@ -515,3 +515,13 @@ def test_comparing_loads_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_an_output_that_holds_what_is_compared_is_refused(tmp_path: Path) -> None:
+    models = [written(tmp_path / "out", "a", {"t": answers(10)}), written(tmp_path / "out", "b", {"t": answers(20)})]
+    compare(models, output=tmp_path / "made")
+    for output in (tmp_path / "out", models[0]):
+        (output / "compare.json").write_bytes((tmp_path / "made" / "compare.json").read_bytes())
+        with pytest.raises(DexError, match="holds or lies in"):
+            compare(models, output=output, force=True)
+    assert all(model.exists() for model in models)

@@ -104,7 +104,7 @@ def test_a_study_sweeps_each_variant_and_then_runs_its_seeds(tmp_path: Path, in_
     again = verb.study(study_at(tmp_path))
     assert len(in_this_process) == made
     assert again["points"] == found["points"]
-    assert load_study(tmp_path / "out" / "study.yaml") == study_at(tmp_path)
+    assert load_study(tmp_path / "out" / "study-as-run.yaml") == study_at(tmp_path)
     # Another seed is what it adds, and nothing else.
     verb.study(study_at(tmp_path, "seeds=[0, 1, 2]", "suites=[]"))
     assert len(in_this_process) == made + 2
@@ -262,7 +262,36 @@ def test_every_study_that_comes_with_dex_loads_and_its_recipes_fit() -> None:
             loaded.recipe(point, variant, 1e-3, 0, Path("out"), "fresh" if fresh else None)
 
 
+@pytest.mark.parametrize("damage", ["record", "log", "held_out"])
+def test_a_damaged_run_is_named_with_what_to_do_or_passed_over(
+    tmp_path: Path, in_this_process: list[str], damage: str
+) -> None:
+    study = study_at(tmp_path, "suites=[]")
+    verb.study(study)
+    folder = next((tmp_path / "out" / "runs" / "kvo").iterdir())
+    if damage == "log":
+        log = folder / "log.jsonl"
+        log.write_text(log.read_text()[:-20] + "\n[1]\n")
+        assert verb.study(study, report_only=True)["points"]
+        return
+    if damage == "record":
+        (folder / "record.json").write_text('{"result": {}, "diverged": null, "seconds": 1, "memory": {}}')
+    else:
+        (folder / "held_out" / "items.jsonl").write_text("")
+    with pytest.raises(DexError, match=r"delete .*kvo"):
+        verb.study(study)
+
+
+def test_what_is_not_there_is_said_before_the_first_run(tmp_path: Path, in_this_process: list[str]) -> None:
+    for override in ("variants.base.model={id: nosuch/folder}", "shared.data.train=[{source: nosuch.txt}]"):
+        with pytest.raises(DexError, match="nosuch"):
+            verb.study(study_at(tmp_path, override))
+    assert in_this_process == []
+
+
 MISTAKES = [
+    (["points={a: {run: {lr: 1}}}"], "points.a.run.lr has no effect"),
+    (["variants.kvo.lr=[]"], "at least one learning rate"),
     (["control=nobody"], "control: 'nobody' is not one of the variants"),
     (["control=base"], "is not trained"),
     (["variants.kvo.run={tokens: 512}"], "other data, another order or another budget"),

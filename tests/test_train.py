@@ -257,7 +257,7 @@ def test_a_second_process_does_not_enter_a_run_that_is_used(tmp_path: Path) -> N
 
     with (
         used_alone(tmp_path / "run", cache_dir()),
-        pytest.raises(DexError, match="Another dex train is using"),
+        pytest.raises(DexError, match="Another dex is using"),
     ):
         train(recipe(tmp_path))
 

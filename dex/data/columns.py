@@ -80,6 +80,10 @@ def _parsed(line: str, where: str) -> Row:
         raise DexError(f"{where} is not JSON ({first_line(error)}); mend the line.") from None
     if not isinstance(row, dict):
         raise DexError(f"{where} is not a JSON object with columns; it is {type(row).__name__}.")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DexError(f"{where} holds half a character (a lone surrogate), which is no text; mend it.") from None
     return row
 
 

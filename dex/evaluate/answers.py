@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from dex.console import Bar
+from dex.console import Bar, say
 from dex.errors import DexError
 from dex.processes import agree, first_given, gather, is_first, rank, stop_all
 
@@ -48,21 +48,35 @@ class Answers:
             ) from error
 
     def _read(self, file: Path) -> None:
-        """Up to the line that a kill cut, which is dropped from the file: the next answer would be appended to it."""
-        whole = 0
-        with file.open("rb") as lines:
-            for line in lines:
-                try:
-                    key, value = json.loads(line)
-                except ValueError:
-                    break
-                if not line.endswith(b"\n"):
-                    break
-                self._known[key] = value
-                whole += len(line)
+        """A last line that a kill cut is dropped from the file, since the next answer would be appended to it.
+
+        Other damaged lines are passed over, and said: their requests are asked again.
+        """
+        whole, damaged = 0, 0
+        lines = file.read_bytes().splitlines(keepends=True)
+        for line in lines:
+            answer = _parsed(line)
+            if answer is not None:
+                self._known[answer[0]] = answer[1]
+            elif line.endswith(b"\n"):
+                damaged += 1
+            else:
+                break
+            whole += len(line)
+        if damaged:
+            say(f"{file} has {damaged} damaged lines, whose requests are asked again")
         if is_first() and whole < file.stat().st_size:
             with file.open("rb+") as cut:
                 cut.truncate(whole)
+
+
+def _parsed(line: bytes) -> tuple[str, Any] | None:
+    """A key and its answer; None for a line that is damaged."""
+    try:
+        key, value = json.loads(line)
+    except (ValueError, TypeError):
+        return None
+    return (key, value) if isinstance(key, str) and value is not None and line.endswith(b"\n") else None
 
 
 def answer_all(

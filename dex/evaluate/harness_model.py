@@ -28,6 +28,11 @@ class HarnessModel(HFLM):
     """Every process asks everything, and `answer_all` shares it out: to the harness there is one process."""
 
     def __init__(self, evaluated: Evaluated, answers: Answers) -> None:
+        if evaluated.tokenizer.eos_token_id is None:
+            raise DexError(
+                f"The tokenizer of {evaluated.label} has no EOS token, which the harness needs; set eos_token in its "
+                "tokenizer_config.json."
+            )
         super().__init__(
             pretrained=evaluated.model,
             backend="causal",

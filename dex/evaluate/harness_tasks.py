@@ -249,10 +249,11 @@ def _dataset(name: str, file: Path, fields: Sequence[str]) -> Any:
 
     rows = []
     for number, row in _rows(file, name):
-        if lacking := [field for field in fields if field not in row]:
+        if lacking := [field for field in fields if row.get(field) is None]:
+            there = [field for field in row if row[field] is not None]
             raise DexError(
                 f"{file}, line {number}: the task {name} needs {_listed(lacking)}, and this row has "
-                f"{_listed(row) or 'no field'}."
+                f"{_listed(there) or 'no field'}."
             )
         rows.append(row)
     if not rows:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dex.errors import DexError
+from dex.errors import DexError, NotFinite
 from dex.evaluate.answers import Answers, answer_all
 from dex.evaluate.records import prompt_hash
 from dex.loss import BUFFER_ELEMENTS, check_head, head_computes
@@ -148,6 +148,8 @@ def likelihoods_of_batch(model: nn.Module, requests: Sequence[Request], branchin
 
     with torch.no_grad(), head_computes(model, compute):
         scored = model(input_ids=laid.ids, use_cache=False, **_inputs(model, laid, rows)).logits  # [n, 2]
+    if scored[:, 0].isnan().any():
+        raise NotFinite("The model's logits are not numbers; try another dtype, such as float32.")
     parts = scored.double().cpu().split([len(requests[i].continuation) for i in laid.order])
     found = dict(zip(laid.order, parts, strict=True))
     each = (found[i] for i in range(len(requests)))

@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 Groups = Sequence[object] | NDArray[np.generic]
 
 RESAMPLES = 10_000
+LARGEST_LOSS = 700.0  # nats; exp of it is nearly the largest float
 ALIKE = 8  # groups to a kind of them, from which on kinds are drawn
 DRAWS_AT_ONCE = 2**21  # 16 MB of indices, whatever the number of groups
 
@@ -96,7 +97,11 @@ def interval_of(mean: float, resampled: Floats | None) -> Interval:
 
 
 def perplexity(loss: Interval) -> Interval:
-    """exp of a mean loss and of its bounds."""
+    """exp of a mean loss and of its bounds. Raises NotFinite for a loss that has none."""
+    if max(value for value in loss if value is not None) > LARGEST_LOSS:
+        raise NotFinite(
+            f"The loss is {loss.mean:,.0f} nats a token, for which there is no perplexity: the weights are off."
+        )
     return Interval(*(None if value is None else math.exp(value) for value in loss))  # type: ignore[arg-type]
 
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from dex.errors import NotFinite
+
 CACHED_TOKENS = 2**14  # of all continuations that are computed together, which each have a copy of the cache
 LOGITS = 2**24  # 64 MB of float32 at a time
 
@@ -74,6 +76,8 @@ class Prefix:
     def after(self, ids: Sequence[int]) -> Tensor:
         """Append `ids`, in a block of `extended`; the logits after them, or after the prefix without any, [V]."""
         logits = self._feed(ids) if ids else self._next
+        if logits is not None and logits.isnan().any():
+            raise NotFinite("The model's logits are not numbers; try another dtype, such as float32.")
         if logits is None:
             raise ValueError("Nothing comes before the first token: give a prefix or a suffix, such as a BOS token.")
         return logits

@@ -21,6 +21,7 @@ from dex.evaluate.paired import Interval, mean_over_tasks, mean_score, paired_di
 from dex.output import write_json, write_whole
 
 SCHEMA = 1
+KINDS = {"suite": str, "label": str, "model": dict, "settings": dict, "figures": dict, "environment": dict}
 RESULT, ITEMS = "result.json", "items.jsonl"
 
 
@@ -169,6 +170,9 @@ def read_result(folder: Path) -> Result:
         known = ("metric", "higher_is_better", "version")
         tasks = {name: Task(**{key: task[key] for key in known}) for name, task in summary["tasks"].items()}
         parts = {key: summary[key] for key in ("suite", "label", "model", "settings", "figures", "environment")}
+        for key, kind in KINDS.items():
+            if not isinstance(summary[key], kind):
+                raise TypeError(f"{key} of {RESULT} is {type(summary[key]).__name__}")
         result = Result(tasks=tasks, records=records, seconds=summary["seconds"], **parts)
         if {name: task["items"] for name, task in summary["tasks"].items()} != {
             name: len(result.of_task(name)) for name in tasks

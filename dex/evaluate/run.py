@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from dex.evaluate.records import RESULT, Result, read_result
 from dex.evaluate.tables import interval, rendered, terminal
 from dex.output import put_in_place, refuse_file_above, write_json
 from dex.processes import agree, join, on_first
+from dex.run_data import cache_dir
+from dex.run_folder import used_alone
 from dex.suites import Suite
 
 REQUEST, ANSWERS = "request.json", "answers.jsonl"
@@ -53,9 +55,11 @@ def evaluate(
     on_first(lambda: _refuse_foreign(folders))
     results = []
     for model, label, folder in zip(models, names, folders, strict=True):
-        evaluated = agree(lambda: load_evaluated(model, label, dtype, batch_size, revision))  # noqa: B023
-        results.append(_evaluate_one(evaluated, folder, suite, force))
-        del evaluated
+        with ExitStack() as stack:
+            on_first(lambda: stack.enter_context(used_alone(folder, cache_dir())))  # noqa: B023
+            evaluated = agree(lambda: load_evaluated(model, label, dtype, batch_size, revision))  # noqa: B023
+            results.append(_evaluate_one(evaluated, folder, suite, force))
+            del evaluated
     return results
 
 
@@ -130,36 +134,49 @@ def _kept_until_whole(folder: Path, request: dict[str, Any], force: bool) -> Ite
     Answers to another request are not mixed with these: raises DexError for them, unless `force`, which drops them.
     """
     partial = folder.parent / f".{folder.name}.partial"
-
-    def begin() -> None:
-        saved = partial / REQUEST
-        if saved.exists() and not force:
-            what = different(json.loads(saved.read_text(encoding="utf-8")), request)
-            if what is not None:
-                raise DexError(
-                    f"{folder} was being evaluated with another {what}; finish that, or pass --force to drop it."
-                )
-            say(f"going on with what {partial} holds")
-            return
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise DexError(f"{partial} could not be written: {error.strerror or error}.") from error
-        write_json(saved, request)
-
-    on_first(begin)
+    on_first(lambda: _begin(folder, partial, request, force))
     yield partial
 
     def finish() -> None:
         try:
-            (partial / REQUEST).unlink()
-            (partial / ANSWERS).unlink(missing_ok=True)
             put_in_place(partial, folder)
+            for name in (REQUEST, ANSWERS):  # only now: a kill before leaves what the same command goes on from
+                (folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise DexError(f"{folder} could not be written: {error.strerror or error}.") from error
 
     on_first(finish)
+
+
+def _begin(folder: Path, partial: Path, request: dict[str, Any], force: bool) -> None:
+    """Go on with what an interrupted evaluation left, or start anew."""
+    saved, answers = partial / REQUEST, partial / ANSWERS
+    if saved.exists() and answers.exists() and answers.stat().st_size > 0:
+        what = different(_read_request(saved), request)
+        if what is None:
+            say(f"going on with what {partial} holds")
+            return
+        if not force:
+            raise DexError(
+                f"{folder} was being evaluated with another {what}; finish that, or pass --force to drop it."
+            )
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise DexError(f"{partial} could not be written: {error.strerror or error}.") from error
+    write_json(saved, request)
+
+
+def _read_request(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(found["model"], dict) and isinstance(found["settings"], dict)):
+            raise TypeError("it is no request")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DexError(f"{path} is damaged ({error}); pass --force to drop what was answered.") from error
+    assert isinstance(found, dict)
+    return found
 
 
 def describe(results: Sequence[Result]) -> str:

@@ -43,7 +43,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -
 
 
 def rendered(table: Table, width: int = 160) -> str:
-    console = Console(width=width)
+    console = Console(width=width, markup=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
     return captured.get()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,18 +53,31 @@ class Done:
         return float("inf") if self.diverged else float(self.result["held_out_loss"]["mean"])
 
     def held_out(self) -> Result:
-        return read_result(self.folder / HELD_OUT)
+        try:
+            return read_result(self.folder / HELD_OUT)
+        except DexError as error:
+            raise DexError(
+                f"{str(error).rstrip('.')}: delete {self.folder}, and the study makes it again."
+            ) from error
 
     def suites(self) -> dict[str, Result]:
         results = [read_result(folder) for folder in results_in(self.folder / EVALS)]
         return {result.suite: result for result in results}
 
     def log(self) -> list[dict[str, Any]]:
-        """The lines of the run's log, one per logged update."""
+        """The lines of the run's log, one per logged update; a damaged one is left out."""
         path = self.folder / "log.jsonl"
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [_parsed(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+        return [line for line in lines if isinstance(line, dict)]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def read_done(job: Job, study: Study) -> Done | None:
@@ -75,8 +89,11 @@ def read_done(job: Job, study: Study) -> Done | None:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         known = {key: saved[key] for key in ("result", "diverged", "seconds", "memory")}
-        return Done(job, folder, fresh=saved.get("fresh"), **known)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        made = Done(job, folder, fresh=saved.get("fresh"), **known)
+        if not (math.isfinite(made.loss) or made.diverged):
+            raise ValueError("no loss")
+        return made
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DexError(f"{path} is damaged ({error}); delete {folder} and run the study again.") from error
 
 

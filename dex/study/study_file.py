@@ -65,7 +65,7 @@ class Variant(Block):
     method: Part = {}
     run: Part = {}
     fresh: Part = {}  # changes to `shared.fresh`
-    lr: Annotated[list[Rate] | None, BeforeValidator(lambda v: v if v is None or isinstance(v, list) else [v])] = None
+    lr: Annotated[Rates | None, BeforeValidator(lambda v: v if v is None or isinstance(v, list) else [v])] = None
 
 
 class Point(Block):
@@ -165,11 +165,12 @@ def _problems(study: Study) -> Iterator[Problem]:
         yield Problem(
             ("sweep", "seeds"), f"sweep.seeds is {study.sweep.seeds}, and there are {len(study.seeds)} seeds"
         )
-    for key in ("lr", "seed"):
-        if key in study.shared.run:
-            yield Problem(
-                ("shared", "run", key), f"shared.run.{key} has no effect, since the study sets it; remove it"
-            )
+    of_points = [(("points", name), at.run) for name, at in study.points.items()]
+    for place, run in [(("shared",), study.shared.run), *of_points]:
+        for key in ("lr", "seed"):
+            if key in run:
+                path = (*place, "run", key)
+                yield Problem(path, f"{'.'.join(path)} has no effect, since the study sets it; remove it")
     for name, variant in study.variants.items():
         for key in variant.run:
             if key not in OWN_RUN:

@@ -34,6 +34,7 @@ from dex.study.work import (
 
 Work = Callable[[Study, Job], str | None]
 
+AS_RUN = "study-as-run.yaml"  # with every default, and the overrides
 POLL = 2.0  # seconds between looks at what another `dex study` is doing
 
 
@@ -171,12 +172,16 @@ def study(study: Study, *, report_only: bool = False) -> dict[str, Any]:
     if not report_only and not (_make(runs, run_job, runs.todo) and _make(runs, run_suites, runs.without_suites)):
         return {"finished": False, "output": study.output}
     with lock_of(output / "report.md", cache_dir()).acquire(timeout=-1):  # others that finish now write them too
-        write_whole(output / "study.yaml", "\n".join(yaml_lines(study.model_dump(mode="json"))) + "\n")
+        write_whole(output / AS_RUN, "\n".join(yaml_lines(study.model_dump(mode="json"))) + "\n")
         return write_report(runs)
 
 
 def _check(study: Study) -> None:
-    """Refuse, before the first run, every variant whose recipe does not fit, and what a suite lacks."""
+    """Refuse, before the first run, what does not fit or is not there: recipes, packages, models, texts."""
+    from dex.data.sources import pin
+    from dex.models import ANY, load_config, load_outline
+    from dex.run_data import sources
+
     for suite in study.suites:
         suite.check()
     for point in study.point_names:
@@ -192,6 +197,12 @@ def _check(study: Study) -> None:
             )
             if own.train:
                 recipe.method.check_packages()
+            if fresh is None:
+                load_config(recipe.model.id, recipe.model.revision, ANY)
+            else:
+                load_outline(fresh.like, None)
+    for source in sources(recipe.data):
+        pin(source)
 
 
 def _make(runs: Runs, work: Work, jobs: Callable[[], Iterator[Job]]) -> bool:

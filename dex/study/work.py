@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,12 +83,21 @@ def _child(connection: Connection, work: Callable[..., str | None], arguments: t
     from dex.cli import quiet_libraries
 
     quiet_libraries()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         connection.send(("ok", work(*arguments)))
     except DexError as error:
         connection.send(("error", str(error)))
     except KeyboardInterrupt:
         connection.send(("error", "Interrupted; run the same command to go on."))
+
+
+def _end_with_parent() -> None:
+    """A run whose study was killed ends too, with a checkpoint."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_job(study: Study, job: Job) -> str | None:

@@ -50,6 +50,7 @@ class Perplexity(Suite):
         return {"data": [data.model_dump(mode="json"), tokens_of_run, written, local]}
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
+        from dex.errors import DexError
         from dex.evaluate.answers import answer_all
         from dex.evaluate.held_out import TASK, BlockLoss, batches_of_one_length, losses_of_batch, records_of
         from dex.evaluate.records import Task, prompt_hash
@@ -62,6 +63,11 @@ class Perplexity(Suite):
         prepared = prepare_data(data, evaluated.tokenizer, tokens_of_run)
         blocks = held_out_blocks(data, prepared)
         lengths = [len(block.input_ids) for block in blocks]
+        if max(lengths) > evaluated.context:
+            raise DexError(
+                f"The blocks have up to {max(lengths):,} tokens, and {evaluated.label} has a context of "
+                f"{evaluated.context:,}; set block={evaluated.context} or lower."
+            )
         found = answer_all(
             [
                 f"{i}-{prompt_hash(block.input_ids.tolist(), block.targets.long().tolist())}"
