@@ -248,7 +248,8 @@ def test_the_list_has_every_recipe_with_its_method_model_tokens_and_purpose(run:
         "about": "Dex as in the paper, small enough for two CPU cores.",
     }
     companions = {each["name"]: each["about"] for each in found["companions"]}
-    assert set(companions) == {*(f"accelerate/{name}" for name in LAUNCHERS), "chat/plain.jinja"}
+    studies = (f"studies/{path.stem}" for path in (FOLDER / "studies").glob("*.yaml"))
+    assert set(companions) == {*(f"accelerate/{name}" for name in LAUNCHERS), "chat/plain.jinja", *studies}
     assert all(companions.values())
     code, out, _ = run("ls")
     assert code == 0

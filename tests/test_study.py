@@ -268,7 +268,7 @@ def test_a_damaged_run_is_named_with_what_to_do_or_passed_over(
 ) -> None:
     study = study_at(tmp_path, "suites=[]")
     verb.study(study)
-    folder = next((tmp_path / "out" / "runs" / "kvo").iterdir())
+    (folder,) = (tmp_path / "out" / "runs" / "kvo").glob("*-seed-1")
     if damage == "log":
         log = folder / "log.jsonl"
         log.write_text(log.read_text()[:-20] + "\n[1]\n")

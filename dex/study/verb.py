@@ -178,7 +178,7 @@ def study(study: Study, *, report_only: bool = False) -> dict[str, Any]:
 
 def _check(study: Study) -> None:
     """Refuse, before the first run, what does not fit or is not there: recipes, packages, models, texts."""
-    from dex.data.sources import pin
+    from dex.data.sources import identity, pin
     from dex.models import ANY, load_config, load_outline
     from dex.run_data import sources
 
@@ -202,7 +202,7 @@ def _check(study: Study) -> None:
             else:
                 load_outline(fresh.like, None)
     for source in sources(recipe.data):
-        pin(source)
+        identity(pin(source))  # reads what is local, too
 
 
 def _make(runs: Runs, work: Work, jobs: Callable[[], Iterator[Job]]) -> bool:
