@@ -170,6 +170,9 @@ def _fit_table(fit: Mapping[str, Any], control: str) -> Iterator[str]:
         "seeds they are narrow."
     )
     yield ""
+    if not fit["savings"]:
+        yield f"The loss is not shown to fall with {fit['over']} here, so there is no savings ratio."
+        return
     yield f"| variant | {fit['over']} for the same loss, of the control's |"
     yield "|---|---|"
     yield f"| {control} | 1 |"

@@ -8,7 +8,8 @@ with x:
 
     savings ratio of v = x_v / x_c at the same loss = exp((a_v − a_c) / b)
 
-Below one the variant needs less. Its interval draws the seeds, the same ones for all variants, and fits anew.
+Below one the variant needs less. Its interval draws the seeds, the same ones for all variants, and fits anew. Where
+the loss is not shown to fall with x, a ratio means nothing, and none is given.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RESAMPLES = 2_000
 
 @dataclass(frozen=True)
 class Scaling:
-    """`slope` is b; `savings` the ratio of every variant against the control, below one where it needs less."""
+    """`slope` is b; `savings` the ratio of every variant against the control, empty where b may be 0."""
 
     slope: Interval
     savings: dict[str, Interval]
@@ -53,8 +54,11 @@ def scaling(x: Mapping[str, Sequence[float]], loss: Mapping[str, Floats], contro
         drawn_slopes.append(b)
         drawn.append([ratios[name] for name in names])
     table = np.array(drawn) if drawn else None
+    over = interval_of(slope, np.array(drawn_slopes) if drawn else None)
+    if (slope if over.low is None else over.low) <= 0:
+        return Scaling(over, {})
     return Scaling(
-        interval_of(slope, np.array(drawn_slopes) if drawn else None),
+        over,
         {
             name: interval_of(savings[name], None if table is None else table[:, i])
             for i, name in enumerate(names)
