@@ -395,6 +395,9 @@ def test_several_models_are_loaded_one_after_the_other(tmp_path: Path, monkeypat
 
 
 def of_a_pair(rank: int, folder: str, port: int) -> None:
+    from accelerate import PartialState
+
+    PartialState._reset_state()  # of the process that this was forked from
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

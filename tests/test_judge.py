@@ -191,9 +191,11 @@ def test_grades_are_asked_once(server: JudgeServer, tmp_path: Path) -> None:
     server.faults = [200] * 16 + [401] * 4
     with pytest.raises(DexError, match="401"):
         evaluate([base], out, suite(folder, server.url, 20))
-    assert len(server.requests) == 20
+    before = len(server.requests)
+    assert 17 <= before <= 20  # four at once: a refusal may come before the others are sent
+    server.faults = []
     (result,) = evaluate([base], out, suite(folder, server.url, 20))
-    assert len(server.requests) == 24  # of the batches of 8, 8 and 4, the last one again
+    assert len(server.requests) == before + 4  # of the batches of 8, 8 and 4, the last one again
     assert {record.score for record in result.of_task("facts judged")} == {0.5}
 
 
