@@ -101,6 +101,11 @@ class LoadedModel:
         """The identity of its weights, as the checkpoint has them."""
         return self.whole_fingerprint or fingerprint(self.model)
 
+    def identity(self) -> dict[str, str | None]:
+        """Which weights these are: the source, their fingerprint, and of what has no commit a hash of its content."""
+        content = None if self.source.commit else content_hash(self.model)
+        return {**self.source.to_dict(), "fingerprint": self.fingerprint, "content": content}
+
 
 @dataclass(frozen=True)
 class EmbeddedModel:

@@ -178,6 +178,12 @@ def gather(value: T) -> list[T]:
     return values
 
 
+def place() -> tuple[int, int]:
+    """Which of the processes that work together this one is, and how many they are: one, before they have joined."""
+    ranks = gather(rank())
+    return ranks.index(rank()), len(ranks)
+
+
 def stop_all(message: str, kind: type[DexError] = DexError) -> DexError:
     """The error to raise where all processes have come to the same conclusion, so that it is shown once."""
     return kind(message) if is_first() else SharedError(message)

@@ -26,7 +26,7 @@ from dex.evaluate.tables import interval
 from dex.heads import HeadPlan
 from dex.loss import refuse_without_liger
 from dex.methods.dex import PlannedHeads
-from dex.models import ANY, SUPPORTED, LoadedModel, content_hash, load_model, use_chat_template
+from dex.models import ANY, SUPPORTED, LoadedModel, load_model, use_chat_template
 from dex.output import refuse_output_over, write_json
 from dex.pins import pinned, pins_of
 from dex.processes import (
@@ -134,9 +134,8 @@ def load_base(recipe: Recipe) -> LoadedModel:
 
 def _inputs(recipe: Recipe, base: LoadedModel, data: Prepared, plan: HeadPlan | None) -> dict[str, Any]:
     """What a run that goes on must find unchanged."""
-    content = None if base.source.commit else content_hash(base.model)
     return {
-        "model": {**base.source.to_dict(), "fingerprint": base.fingerprint, "content": content},
+        "model": base.identity(),
         "heads": hashlib.sha256(json.dumps(plan.heads).encode()).hexdigest()[:16] if plan else None,
         "data": {
             "revisions": [source.revision for source in recipe.data.train],
@@ -244,7 +243,8 @@ def _finish(recipe: Recipe, trainer: DexTrainer, data: Prepared, inputs: dict[st
     def write() -> None:
         _save_result(subject, output, result, state)
         run, model = output.parent, {"id": str(output), "base": recipe.model.id}
-        evaluated = held_out_result(run.name, model, losses, blocks, data.held_out, {"recipe": str(run / RECIPE)})
+        settings = {"recipe": str(run / RECIPE)}
+        evaluated = held_out_result(run.name, model, losses, blocks, data.held_out, settings, result["environment"])
         evaluated.write(run / HELD_OUT)
         write_json(output.parent / "result.json", result)
 

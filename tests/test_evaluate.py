@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_in_two
 from tiny import write_tiny
 
 from dex.errors import DexError
@@ -204,12 +205,7 @@ def test_the_line_that_a_kill_cut_is_asked_again_and_nothing_else(tmp_path: Path
 
 
 def test_processes_share_requests_and_all_get_all_answers(tmp_path: Path) -> None:
-    processes = torch.multiprocessing.start_processes(
-        of_one_rank_of_two, (str(tmp_path),), nprocs=2, join=False, start_method="fork"
-    )
-    deadline = time.monotonic() + 60
-    while not processes.join(timeout=5):
-        assert time.monotonic() < deadline
+    run_in_two(of_one_rank_of_two, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first[0] == second[0] == [0, 10, 20, 30, 40]
     assert (first[1], second[1]) == ([0, 1, 3, 4], [2])
@@ -423,12 +419,7 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = torch.multiprocessing.start_processes(
-        of_a_pair, (str(tmp_path), port), nprocs=2, join=False, start_method="fork"
-    )
-    deadline = time.monotonic() + 200
-    while not processes.join(timeout=5):
-        assert time.monotonic() < deadline
+    run_in_two(of_a_pair, str(tmp_path), port, seconds=200)
     for suite in shared_suites(tmp_path):
         (alone,) = evaluate([str(tmp_path / "a")], tmp_path / "one", suite, batch_size=2)
         together = read_result(tmp_path / "two" / "a" / suite.name)

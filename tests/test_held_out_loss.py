@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked import run_in_two
 from tiny import tiny_model, write_tiny
 
 from dex.data import HeldOutBlock
@@ -105,13 +105,7 @@ SHARED = {"uneven": [16] * 5 + [9, 7, 3], "even": [16] * 4, "fewer than processe
 
 def test_processes_share_the_work_and_all_get_the_same_losses(tmp_path: Path) -> None:
     """Each makes the same number of forward passes: those of a sharded model wait for each other."""
-    # Forked, not spawned: the libraries need not be imported again.
-    processes = torch.multiprocessing.start_processes(
-        of_one_rank, (2, str(tmp_path)), nprocs=2, join=False, start_method="fork"
-    )
-    deadline = time.monotonic() + 60
-    while not processes.join(timeout=5):  # one process at a time
-        assert time.monotonic() < deadline
+    run_in_two(of_one_rank, 2, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     for name, lengths in SHARED.items():

@@ -15,11 +15,12 @@ from dex.errors import DexError
 from dex.evaluate import harness_model, harness_tasks
 from dex.evaluate.answers import Answers
 from dex.evaluate.evaluated import Evaluated
-from dex.evaluate.harness import Ran, run_harness
+from dex.evaluate.harness import run_harness
 from dex.evaluate.harness_tasks import TaskChoice, load_tasks
 from dex.evaluate.records import read_result
 from dex.evaluate.run import evaluate
 from dex.suites import suite_of
+from dex.suites.base import Outcome
 from dex.suites.instruct import PACKAGES_OF_IFEVAL, TASKS, Instruct
 
 TOKENS = 12
@@ -69,7 +70,7 @@ def tiny(model: Any = None, batch_size: int = 2) -> Evaluated:
     return Evaluated("tiny", model or tiny_model("llama"), tiny_tokenizer(), {"id": "tiny"}, batch_size)
 
 
-def ran(folder: Path, evaluated: Evaluated, answers: Answers | None = None, chat: bool = True) -> Ran:
+def ran(folder: Path, evaluated: Evaluated, answers: Answers | None = None, chat: bool = True) -> Outcome:
     choice = TaskChoice(["ifeval"], TASKS, None, folder, TOKENS)
     return run_harness(evaluated, answers or Answers(), choice, None, chat)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_in_two
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import get_peft_model
@@ -234,12 +234,7 @@ def test_what_was_answered_is_not_computed_again(tmp_path: Path, monkeypatch: py
 
 
 def test_two_processes_share_the_requests_and_find_the_same(tmp_path: Path) -> None:
-    processes = torch.multiprocessing.start_processes(
-        of_one_rank_of_two, (str(tmp_path),), nprocs=2, join=False, start_method="fork"
-    )
-    deadline = time.monotonic() + 60
-    while not processes.join(timeout=5):
-        assert time.monotonic() < deadline
+    run_in_two(of_one_rank_of_two, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     alone = log_likelihoods(tiny_model("llama"), some_requests(), 512, 7, Answers(), "x")
     assert first == second

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_in_two
 from harness_oracle import local_tasks, plain_harness, write_rows
 from hub_server import HubServer
 from peft import get_peft_model
@@ -22,11 +22,12 @@ from dex.errors import DexError
 from dex.evaluate import harness_tasks, likelihood
 from dex.evaluate.answers import Answers
 from dex.evaluate.evaluated import Evaluated
-from dex.evaluate.harness import Ran, run_harness
+from dex.evaluate.harness import run_harness
 from dex.evaluate.harness_tasks import Known, TaskChoice, load_tasks
 from dex.evaluate.records import read_result
 from dex.evaluate.run import evaluate
 from dex.suites import suite_of
+from dex.suites.base import Outcome
 from dex.suites.lm import TASKS
 
 LETTERS = ["A", "B", "C", "D"]
@@ -180,14 +181,16 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def ran(folder: Path, evaluated: Evaluated | None = None, names: Sequence[str] = tuple(TASKS), **options: Any) -> Ran:
+def ran(
+    folder: Path, evaluated: Evaluated | None = None, names: Sequence[str] = tuple(TASKS), **options: Any
+) -> Outcome:
     choice = TaskChoice(names, options.pop("known", TASKS), options.pop("shots", 0), folder)
     answers, limit, chat = (options.pop(key, None) for key in ("answers", "limit", "chat"))
     assert not options
     return run_harness(evaluated or tiny(), answers or Answers(), choice, limit, bool(chat))
 
 
-def assert_same_scores(found: Ran, oracle: dict[str, Any], names: Sequence[str]) -> None:
+def assert_same_scores(found: Outcome, oracle: dict[str, Any], names: Sequence[str]) -> None:
     """Every item's likelihoods and metrics, and every task's mean, are the harness' own."""
     for name in names:
         own = [record for record in found.records if record.task == name]
@@ -277,12 +280,7 @@ def test_an_interrupted_run_asks_the_model_for_the_rest_alone(
 
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     folder = write_rows(tmp_path / "data", ROWS)
-    processes = torch.multiprocessing.start_processes(
-        of_one_rank_of_two, (str(tmp_path), str(folder)), nprocs=2, join=False, start_method="fork"
-    )
-    deadline = time.monotonic() + 60
-    while not processes.join(timeout=5):
-        assert time.monotonic() < deadline
+    run_in_two(of_one_rank_of_two, str(tmp_path), str(folder))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     alone = ran(folder, names=["arc_easy", "piqa"]).records

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from forked import run_in_two
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer, write_tiny
@@ -211,12 +211,7 @@ def test_what_was_answered_is_not_asked_again(model: str, monkeypatch: pytest.Mo
 
 
 def test_processes_share_the_haystacks(model: str, tmp_path: Path) -> None:
-    processes = torch.multiprocessing.start_processes(
-        of_one_rank_of_two, (model, str(tmp_path)), nprocs=2, join=False, start_method="fork"
-    )
-    deadline = time.monotonic() + 60
-    while not processes.join(timeout=5):
-        assert time.monotonic() < deadline
+    run_in_two(of_one_rank_of_two, model, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first["found"] == second["found"]
     assert (first["haystacks"], second["haystacks"]) == (3, 3)

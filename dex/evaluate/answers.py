@@ -14,7 +14,7 @@ from typing import Any
 
 from dex.console import Bar, say
 from dex.errors import DexError
-from dex.processes import agree, first_given, gather, is_first, rank, stop_all
+from dex.processes import agree, first_given, gather, is_first, place, stop_all
 
 
 class Answers:
@@ -97,8 +97,7 @@ def answer_all(
     Of several processes each computes every n-th batch, and all of them get all the answers; they all call this with
     the same arguments.
     """
-    ranks = gather(rank())  # this one alone, where a launcher has started several that have not joined
-    own, world = ranks.index(rank()), len(ranks)
+    own, world = place()
     asked: set[str] = set()
     todo = [new for batch in batches if (new := _not_yet(batch, keys, answers, asked))]
     sizes = sizes or [1] * len(keys)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dex.adapter import is_adapter, load_adapter
 from dex.errors import DexError
-from dex.models import ANY, LoadedModel, content_hash, device, load_model
+from dex.models import ANY, device, load_model
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ def load_evaluated(name: str, label: str, dtype: str, batch_size: int, revision:
         if revision is not None:
             raise DexError(f"{name} is an adapter, which names its base's revision itself; leave out --revision.")
         model, base = load_adapter(name, dtype)
-        identity = {**_base_identity(base), "id": name, "base": base.source.id, "adapter": _adapter_hash(Path(name))}
+        identity: dict[str, Any] = {
+            **base.identity(),
+            "id": name,
+            "base": base.source.id,
+            "adapter": _adapter_hash(Path(name)),
+        }
     else:
         base = load_model(name, revision, dtype, families=ANY)
-        model, identity = base.model, _base_identity(base)
+        model, identity = base.model, base.identity()
     identity["dtype"] = str(base.model.dtype).removeprefix("torch.")
     return Evaluated(label, model.to(device()).eval(), base.tokenizer, identity, batch_size)
-
-
-def _base_identity(base: LoadedModel) -> dict[str, Any]:
-    content = None if base.source.commit else content_hash(base.model)
-    return {**base.source.to_dict(), "fingerprint": base.fingerprint, "content": content}
 
 
 def _adapter_hash(folder: Path) -> str:

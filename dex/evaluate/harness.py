@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from dex.errors import DexError
 from dex.evaluate.answers import Answers
@@ -20,20 +20,12 @@ from dex.evaluate.harness_tasks import (
     seed_harness,
 )
 from dex.evaluate.records import Record, Task, prompt_hash
+from dex.suites.base import Outcome
 
 BITS = "bits_per_byte"
 
 
-class Ran(NamedTuple):
-    """What came of it; settings are those that are known only now."""
-
-    tasks: dict[str, Task]
-    records: list[Record]
-    figures: dict[str, Any]
-    settings: dict[str, Any]
-
-
-def run_harness(evaluated: Evaluated, answers: Answers, choice: TaskChoice, limit: int | None, chat: bool) -> Ran:
+def run_harness(evaluated: Evaluated, answers: Answers, choice: TaskChoice, limit: int | None, chat: bool) -> Outcome:
     """Score the first `limit` items of every task.
 
     chat: prompts are put into the tokenizer's chat template. Raises DexError where that is missing, and for what
@@ -66,7 +58,7 @@ def run_harness(evaluated: Evaluated, answers: Answers, choice: TaskChoice, limi
         records += records_of(name, task, samples, metric)
     figures = {"harness": _numbers(found["results"]), "truncated_prompts": model.truncated}
     settings = {"harness": harness_version(), "data_of_tasks": {name: data_of(task) for name, task in loaded.items()}}
-    return Ran(tasks, records, figures, settings)
+    return Outcome(tasks, records, figures, settings)
 
 
 # Records

@@ -17,11 +17,10 @@ from torch import nn
 
 from dex.console import Bar
 from dex.data import HeldOut, HeldOutBlock
-from dex.environment import environment
 from dex.evaluate.paired import Interval, mean_score, perplexity
 from dex.evaluate.records import Record, Result, Task, prompt_hash
 from dex.loss import token_losses
-from dex.processes import gather, is_first, rank
+from dex.processes import gather, is_first, place
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ def held_out_losses(
     was_training = model.training
     model.eval()
     batches = list(batches_of_one_length([len(block.input_ids) for block in blocks], batch_size))
-    ranks = gather(rank())  # this one alone, where a launcher has started several that have not joined
-    own, world = ranks.index(rank()), len(ranks)
+    own, world = place()
     total, done = sum(len(block.input_ids) for block in blocks), 0
     losses: dict[int, BlockLoss] = {}
     with Bar(what, total, "tokens") if is_first() else nullcontext() as bar:
@@ -114,6 +112,7 @@ def held_out_result(
     blocks: Blocks,
     held_out: HeldOut,
     settings: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
 ) -> Result:
     """A run's own evaluation, as `dex eval --suite perplexity` writes one."""
     return Result(
@@ -124,5 +123,5 @@ def held_out_result(
         tasks={TASK: Task("loss", higher_is_better=False)},
         records=records_of(losses, blocks),
         figures={"held_out": {"fingerprint": held_out.fingerprint, "origins": held_out.origins}},
-        environment=environment(),
+        environment=environment or {},
     )

@@ -22,7 +22,7 @@ from dex.evaluate.labelled import Example, Labelled
 from dex.evaluate.prefix import Prefix
 from dex.evaluate.records import Record, Task, prompt_hash
 from dex.evaluate.token_ids import encoded, encoded_after, start
-from dex.processes import gather, rank
+from dex.processes import place
 
 QUESTION = "Text: {text}\nLabel:"
 # The blank line is part of the answer: no label is favoured for being the beginning of another.
@@ -161,7 +161,7 @@ def classify(evaluated: Evaluated, asked: Asked, data: Labelled, answers: Answer
 
 def _batches(prompts: int, questions: int) -> list[list[int]]:
     """Requests after one prompt, a few at a time. Processes take them in turn, and each has a prompt of its own."""
-    world = len(gather(rank()))
+    _, world = place()
     return [
         list(range(p * questions + first, p * questions + min(first + TOGETHER, questions)))
         for together in range(0, prompts, world)

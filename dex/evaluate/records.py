@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dex.errors import DexError
 from dex.evaluate.paired import Interval, mean_over_tasks, mean_score, paired_difference, perplexity
 from dex.output import write_json, write_whole
@@ -69,6 +71,11 @@ class Result:
 
     def of_task(self, task: str) -> list[Record]:
         return [record for record in self.records if record.task == task]
+
+    def mean(self, task: str) -> float:
+        """The mean score of a task, without an interval."""
+        scores, weights, _ = columns(self.of_task(task))
+        return float(np.average(scores, weights=weights))
 
     def score(self, task: str) -> Interval:
         """The mean score of a task, with its 95 % interval over groups."""

@@ -111,15 +111,16 @@ def _tasks(results: Mapping[str, dict[int | None, Result]], control: str, suite:
     """Every task of a suite: each variant's mean scores, and its difference from the control."""
     found = {}
     for task, about in next(iter(results[control].values())).tasks.items():
-        scores = {name: [result.score(task).mean for result in each.values()] for name, each in results.items()}
+        scores = {name: {str(seed): run.mean(task) for seed, run in each.items()} for name, each in results.items()}
+        means = {name: list(each.values()) for name, each in scores.items()}
         found[task if suite is None else f"{suite}: {task}"] = {
             **asdict(about),
-            "noise_floor": asdict(noise_floor(scores[control])),
+            "noise_floor": asdict(noise_floor(means[control])),
             "variants": {
                 name: {
-                    "scores": {str(seed): result.score(task).mean for seed, result in each.items()},
-                    "score": over_seeds(scores[name])._asdict(),
-                    "own_noise": asdict(noise_floor(scores[name])),
+                    "scores": scores[name],
+                    "score": over_seeds(means[name])._asdict(),
+                    "own_noise": asdict(noise_floor(means[name])),
                     "difference": None if name == control else _difference(difference(each, results[control], task)),
                 }
                 for name, each in results.items()

@@ -44,6 +44,7 @@ class Runs:
     def __init__(self, study: Study) -> None:
         self.study = study
         self._done: dict[Job, Done] = {}
+        self._evaluated: set[Job] = set()  # whose suites have been read, and are whole
         self._bases: dict[str, str] = {}  # what each model's weights are, by its id
 
     def done(self, job: Job) -> Done | None:
@@ -97,7 +98,7 @@ class Runs:
             for variant in self.study.variants:
                 for job in self.counted(point, variant) or []:
                     found = self.done(job)
-                    if found is None or found.diverged:
+                    if found is None or found.diverged or job in self._evaluated:
                         continue
                     there = found.suites()
                     for suite in self.study.suites:
@@ -106,9 +107,11 @@ class Runs:
                             "model": result.model if result else None,
                             "settings": suite.model_dump(mode="json"),
                         }
-                        if result is None or different({**vars(result)}, wanted) is not None:
+                        if result is None or different(vars(result), wanted) is not None:
                             yield job
                             break
+                    else:
+                        self._evaluated.add(job)
 
     def losers(self) -> Iterator[Job]:
         """The runs that only the sweep was made for, once it is decided."""

@@ -226,8 +226,9 @@ def recipe_as_it_is(study: Study, job: Job) -> Recipe:
 
 def _as_it_is(study: Study, job: Job, folder: Path) -> dict[str, Any]:
     """The held-out loss of the model before any training, on the blocks of the study's runs."""
+    from dex.environment import environment
     from dex.evaluate.held_out import held_out_losses, held_out_result, summarise
-    from dex.models import content_hash, device
+    from dex.models import device
     from dex.run_data import held_out_blocks
     from dex.run_folder import HELD_OUT
     from dex.train import load_base, prepare
@@ -236,10 +237,11 @@ def _as_it_is(study: Study, job: Job, folder: Path) -> dict[str, Any]:
     base = load_base(recipe)
     data = prepare(recipe, base)
     blocks = held_out_blocks(recipe.data, data)
-    content = None if base.source.commit else content_hash(base.model)
-    identity = {**base.source.to_dict(), "fingerprint": base.fingerprint, "content": content}
+    identity = base.identity()
     losses = held_out_losses(base.model.to(device()), blocks, recipe.run.micro_batch, job.variant)
-    held_out_result(job.variant, {"id": recipe.model.id}, losses, blocks, data.held_out).write(folder / HELD_OUT)
+    model = {"id": recipe.model.id}
+    found = held_out_result(job.variant, model, losses, blocks, data.held_out, environment=environment())
+    found.write(folder / HELD_OUT)
     loss, perplexity = summarise(losses)
     losses_of_it = {"held_out_loss": loss._asdict(), "held_out_perplexity": perplexity._asdict()}
     return {**losses_of_it, "branch": None, "model": identity}

@@ -41,8 +41,7 @@ class OnHarness(Suite):
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.evaluate.harness import run_harness
 
-        ran = run_harness(evaluated, answers, self.choice(), self.limit, self.chat)
-        return Outcome(ran.tasks, ran.records, ran.figures, ran.settings)
+        return run_harness(evaluated, answers, self.choice(), self.limit, self.chat)
 
     def choice(self) -> TaskChoice:
         data = Path(self.data).expanduser() if self.data else None

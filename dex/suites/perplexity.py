@@ -52,8 +52,8 @@ class Perplexity(Suite):
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.errors import DexError
         from dex.evaluate.answers import answer_all
-        from dex.evaluate.held_out import TASK, BlockLoss, batches_of_one_length, losses_of_batch, records_of
-        from dex.evaluate.records import Task, prompt_hash
+        from dex.evaluate.held_out import BlockLoss, batches_of_one_length, held_out_result, losses_of_batch
+        from dex.evaluate.records import prompt_hash
         from dex.models import use_chat_template
         from dex.run_data import held_out_blocks, prepare_data
 
@@ -84,13 +84,8 @@ class Perplexity(Suite):
             BlockLoss(block.document, int(block.targets.sum()), loss)
             for block, loss in zip(blocks, found, strict=True)
         ]
-        held_out = {"fingerprint": prepared.held_out.fingerprint, "origins": prepared.held_out.origins}
-        return Outcome(
-            {TASK: Task("loss", higher_is_better=False)},
-            records_of(losses, blocks),
-            settings={"held_out_fingerprint": held_out["fingerprint"]},
-            figures={"held_out": held_out},
-        )
+        made = held_out_result(evaluated.label, evaluated.identity, losses, blocks, prepared.held_out)
+        return Outcome(made.tasks, made.records, made.figures, made.settings)
 
     def _data(self) -> tuple[Data, int, str | None]:
         """The data block, the budget that its held-out part belongs to, and the chat template.
