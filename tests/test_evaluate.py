@@ -391,9 +391,6 @@ def test_several_models_are_loaded_one_after_the_other(tmp_path: Path, monkeypat
 
 
 def of_a_pair(rank: int, folder: str, port: int) -> None:
-    from accelerate import PartialState
-
-    PartialState._reset_state()  # of the process that this was forked from
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -419,7 +416,7 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run_in_two(of_a_pair, str(tmp_path), port, seconds=200)
+    run_in_two(of_a_pair, str(tmp_path), port)
     for suite in shared_suites(tmp_path):
         (alone,) = evaluate([str(tmp_path / "a")], tmp_path / "one", suite, batch_size=2)
         together = read_result(tmp_path / "two" / "a" / suite.name)
