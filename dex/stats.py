@@ -45,47 +45,64 @@ def entropy(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
     """Σ_j p_ij value_j [B, H, T, C] and the log-sum-exp z [B, H, T], both float32."""
     query, key, value = query.float(), key.float(), value.float()
-    if fused_kernel_takes(query, value, mask):
+    if fused_kernel_takes(query, key, value, mask):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, is_causal=True, scale=scaling
         )
     return attend_in_blocks(query, key, value, mask, scaling)
 
 
-def fused_kernel_takes(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch has a kernel that returns the log-sum-exp: on CPU, C = D, plain causal attention.
+def fused_kernel_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch has a kernel that returns the log-sum-exp: on CPU, C = D, plain causal attention of all T keys.
 
     It would take a mask too, but only as a float [T, T] tensor, and at T=2048 it takes 1.8 times as long then.
     """
-    return query.device.type == "cpu" and value.shape[-1] == query.shape[-1] and mask is None
+    plain = mask is None and query.shape[2] == key.shape[2]
+    return plain and query.device.type == "cpu" and value.shape[-1] == query.shape[-1]
 
 
 def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, block: int = 128
 ) -> tuple[Tensor, Tensor]:
     """`attend` in plain torch, a block of queries at a time: O(block × T) memory, any device, mask and C."""
-    B, H, T, D = query.shape
-    G, C = value.shape[1], value.shape[-1]
-    grouped = query.view(B, G, H // G, T, D)
+    B, H, T, _ = query.shape
     # Results are written in place: kept in a list, they once fragmented the heap to 1.2 GB at T=4096.
-    attended, z = query.new_empty(B, G, H // G, T, C), query.new_empty(B, G, H // G, T)
+    attended, z = query.new_empty(B, H, T, value.shape[-1]), query.new_empty(B, H, T)
+    for rows, logits, _ in logits_in_blocks(query, key, mask, scaling, block):
+        p = logits.softmax(-1)
+        attended[..., rows, :] = _by_group("bgnts,bgsc->bgntc", p, value)
+        z[..., rows] = logits.amax(-1) - p.amax(-1).log()  # ln p = logit − z, at the largest p
+    return attended, z
+
+
+def logits_in_blocks(
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, block: int = 128
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The logits s q_i·k_j of `block` queries at a time: their rows, the logits [B, H, t, S], and the keys seen.
+
+    What a query does not see has the lowest float, and not −inf: one that sees no key (padding) stays finite.
+    seen: bool, in a shape that broadcasts to the logits'.
+    """
+    T, S = query.shape[2], key.shape[2]
     for start in range(0, T, block):
         rows = slice(start, min(start + block, T))
-        logits = torch.einsum("bgntd,bgsd->bgnts", scaling * grouped[:, :, :, rows], key)
-        # The lowest float and not −inf: a query that sees no key (padding) stays finite.
-        logits.masked_fill_(~_visible_keys(mask, rows, T, query.device), torch.finfo(logits.dtype).min)
-        p = logits.softmax(-1)
-        attended[..., rows, :] = torch.einsum("bgnts,bgsc->bgntc", p, value)
-        z[..., rows] = logits.amax(-1) - p.amax(-1).log()  # ln p = logit − z, at the largest p
-    return attended.flatten(1, 2), z.flatten(1, 2)
+        logits = _by_group("bgntd,bgsd->bgnts", scaling * query[:, :, rows], key)
+        seen = _seen_keys(mask, rows, T, S, query.device)
+        yield rows, logits.masked_fill_(~seen, torch.finfo(logits.dtype).min), seen
 
 
-def _visible_keys(mask: Tensor | None, rows: slice, T: int, device: torch.device) -> Tensor:
-    """Those rows of the mask, in a shape that broadcasts to [B, G, H/G, rows, T]."""
+def _by_group(equation: str, of_heads: Tensor, of_keys: Tensor) -> Tensor:
+    """An einsum of every head [B, H, …] with its own key/value head's [B, G, …], without copies: [B, H, …]."""
+    G = of_keys.shape[1]
+    return torch.einsum(equation, of_heads.unflatten(1, (G, of_heads.shape[1] // G)), of_keys).flatten(1, 2)
+
+
+def _seen_keys(mask: Tensor | None, rows: slice, T: int, S: int, device: torch.device) -> Tensor:
+    """Those rows of the mask; of the causal one, whose last query sees all keys, where there is none."""
     if mask is None:
-        index = torch.arange(T, device=device)
-        return index <= index[rows, None]
-    return mask[:, :, None, rows]
+        index = torch.arange(S, device=device)
+        return index <= index[S - T :][rows, None]
+    return mask[:, :, rows]
 
 
 # ---- a whole model -----------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ import torch
 from test_prefix import KINDS, ids, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dex.evaluate.attention_mass import SIGNED, SPANS, answer_masses, is_signed, observed_masses, spans_of
+from dex.attention_maps import SIGNED, is_signed, unwrapped
+from dex.evaluate.attention_mass import SPANS, answer_masses, observed_masses, spans_of
 from dex.evaluate.haystack import Haystack, Needle
-from dex.evaluate.prefix import Prefix, unwrapped
+from dex.evaluate.prefix import Prefix
 
 VALUE = ids(4, 3)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from dex.attention_maps import unwrapped
 from dex.errors import NotFinite
 
 CACHED_TOKENS = 2**14  # of all continuations that are computed together, which each have a copy of the cache
@@ -136,11 +137,6 @@ class Prefix:
 def _name_of_cache(model: Any) -> str:
     """What the model's forward calls it: `cache`, or `past_key_values` in earlier releases of transformers."""
     return "cache" if "cache" in inspect.signature(type(unwrapped(model)).forward).parameters else "past_key_values"
-
-
-def unwrapped(model: Any) -> Any:
-    """The model that an adapter is attached to, with the adapter in it; any other model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _repeated(cache: DynamicCache, rows: int) -> DynamicCache:

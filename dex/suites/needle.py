@@ -71,8 +71,8 @@ class Needle(Suite):
         return {self.filler: identity(source)} if is_local(source) else {}
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
+        from dex.attention_maps import is_signed
         from dex.evaluate import needle
-        from dex.evaluate.attention_mass import is_signed
 
         needle.check_context(evaluated, self.lengths, self.max_new_tokens)
         wording = needle.wording_of(evaluated, self.prompting)
