@@ -1,4 +1,4 @@
-"""The explicit attention maps of a model, from transformers' eager attention and the equations: the oracle of dex.analyze.
+"""The explicit attention maps of a model, from eager attention and the equations: the oracle of dex.analyze.
 
 One row at a time and without its padding, so no code of dex has a part in it.
 """
