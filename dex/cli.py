@@ -367,6 +367,62 @@ def evaluate(
 
 
 @app.command()
+def analyze(
+    context: typer.Context,
+    models: Annotated[
+        list[str], typer.Argument(help="A model or adapter, or two to put side by side.", metavar="MODEL [MODEL2]")
+    ],
+    output: Output,
+    data: Text = "pydoc",
+    sequences: Annotated[int, typer.Option(help="Windows of the text.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    held_out: Annotated[
+        float, typer.Option(help="Read only documents that this share holds out; 0 reads all.")
+    ] = 0.1,
+    span: Annotated[
+        str | None, typer.Option(help="Words of the text that stand for the answer; else needles in haystacks.")
+    ] = None,
+    signs: Annotated[
+        str, typer.Option(help="DIFF maps, where negatives matter: raw, absolute, clipped or renormalised.")
+    ] = "renormalised",
+    first_token: Annotated[
+        bool, typer.Option("--first-token/--no-first-token", help="Whether maps count a text's first token.")
+    ] = True,
+    threshold: Annotated[float, typer.Option(help="Weights below it count as sparse.")] = 1e-3,
+    only: Annotated[str | None, typer.Option(help="Sections, separated by commas.", metavar="NAMES")] = None,
+    figures: Annotated[bool, typer.Option("--figures/--no-figures", help="PNG files of the main figures.")] = True,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 1,
+    seed: Seed = 0,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Look inside MODEL: heads, λ, attention, outliers; writes report.html, report.json and figures."""
+    if span is not None:
+        _refuse_beside(context, "--span", ("held_out",))
+    sections = [name.strip() for name in only.split(",")] if only is not None else None
+    from dex.analyze import verb
+    from dex.analyze.subject import SETTINGS
+
+    settings = SETTINGS.block(
+        data=data,
+        sequences=sequences,
+        length=length,
+        held_out=held_out if span is None else 0.0,
+        span=span,
+        signs=signs,
+        count_first_token=first_token,
+        threshold=threshold,
+        seed=seed,
+    )
+    options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "revision": revision, "force": force}
+    report = verb.analyze(models, output, settings, sections=sections, figures=figures, **options)
+    text = f"{verb.describe(report)}\n\nwritten to {output}; open {output / verb.PAGE}"
+    show({"output": str(output), **verb.summary(report)}, text, as_json)
+
+
+@app.command()
 def study(
     file: Annotated[Path, typer.Argument(help="A study (YAML).", metavar="STUDY")],
     overrides: Annotated[

@@ -45,14 +45,22 @@ OnProgress = Callable[[int], None]
 # ---- scores ------------------------------------------------------------------------------------------------
 
 
-def importance(model: PreTrainedModel, batches: Iterable[Batch], on_progress: OnProgress | None = None) -> Tensor:
+def importance(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    on_progress: OnProgress | None = None,
+    num_heads: int | None = None,
+) -> Tensor:
     """Mean over sequences of |∂L/∂ξ_h|, [L, H] float64; L is a sequence's own mean next-token loss.
+
+    num_heads: of each layer, whose outputs `o_proj` reads; the config's query heads where it is not given.
 
     One backward pass per batch: sequences do not see each other, so the gradient of their summed losses holds
     the gradient of each. Only the head outputs are differentiated: no parameter gets a gradient, none has to
     require one, and padding does not count. Batches are those of `attention_entropy`.
     """
-    totals = torch.zeros(model.config.num_hidden_layers, model.config.num_attention_heads, dtype=torch.float64)
+    num_heads = num_heads or model.config.num_attention_heads
+    totals = torch.zeros(model.config.num_hidden_layers, num_heads, dtype=torch.float64)
     num_sequences = 0
     with torch.enable_grad(), evaluating(model), head_outputs(model) as outputs:
         for batch in batches:
@@ -60,7 +68,7 @@ def importance(model: PreTrainedModel, batches: Iterable[Batch], on_progress: On
             losses = sequence_losses(model(**inputs, use_cache=False).logits, inputs["input_ids"], position)
             gradients = torch.autograd.grad(losses.sum(), outputs)
             for layer_idx, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
-                totals[layer_idx] += gate_gradients(output, gradient, totals.shape[1]).abs().sum(0).cpu()
+                totals[layer_idx] += gate_gradients(output, gradient, num_heads).abs().sum(0).cpu()
             num_sequences += int((position > 0).any(1).sum())  # a single token has no loss
             if on_progress is not None:
                 on_progress(num_sequences)
@@ -86,21 +94,29 @@ def sequence_losses(logits: Tensor, input_ids: Tensor, position: Tensor) -> Tens
 @contextmanager
 def head_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """A list that holds concat_h(O_h) of every layer, [B, T, H·D], after each forward pass."""
-    layers = model.get_decoder().layers
-    outputs: list[Tensor] = [torch.empty(0)] * len(layers)
+    outputs: list[Tensor] = [torch.empty(0)] * len(model.get_decoder().layers)
 
-    def keep(layer_idx: int) -> Callable[[nn.Module, tuple[Tensor]], None]:
-        def hook(_: nn.Module, args: tuple[Tensor]) -> None:
-            # With frozen parameters nothing before the first o_proj requires a gradient: start there.
-            outputs[layer_idx] = args[0] if args[0].requires_grad else args[0].requires_grad_()
+    def keep(layer_idx: int, output: Tensor) -> None:
+        # With frozen parameters nothing before the first o_proj requires a gradient: start there.
+        outputs[layer_idx] = output if output.requires_grad else output.requires_grad_()
 
-        return hook
+    with observed_head_outputs(model, keep):
+        yield outputs
+
+
+@contextmanager
+def observed_head_outputs(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `observe` with a layer's index and concat_h(O_h), [B, T, H·D], before `o_proj`, in every forward pass."""
+
+    def hook(layer_idx: int) -> Callable[[nn.Module, tuple[Tensor]], None]:
+        return lambda _, args: observe(layer_idx, args[0])
 
     handles = [
-        layer.self_attn.o_proj.register_forward_pre_hook(keep(layer_idx)) for layer_idx, layer in enumerate(layers)
+        layer.self_attn.o_proj.register_forward_pre_hook(hook(layer_idx))
+        for layer_idx, layer in enumerate(model.get_decoder().layers)
     ]
     try:
-        yield outputs
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -12,6 +12,7 @@ from dex.analyze.records import Signs
 from dex.attention_maps import is_signed, unwrapped
 from dex.evaluate.evaluated import Evaluated
 from dex.settings import Block, YesNo, choice, number, text, whole
+from dex.settings_file import SettingsFile
 
 FIRST_POSITION = 32  # queries before it are not counted: they see few tokens, so their entropy is low by construction
 
@@ -22,11 +23,15 @@ class Settings(Block):
     data: Annotated[str, text()] = "pydoc"
     sequences: Annotated[int, whole(above=0)] = 4
     length: Annotated[int, whole(above=1)] = 1024
+    held_out: Annotated[float, number(at_least=0, below=1)] = 0.1  # read these documents alone; 0: all
     span: Annotated[str | None, text(null=True)] = None  # the answer; without it, needles in a haystack
     signs: Annotated[Signs, choice(Signs)] = "renormalised"  # of DIFF maps, where a statistic needs a distribution
     count_first_token: YesNo = True
     threshold: Annotated[float, number(above=0, below=1)] = 1e-3  # weights below it are sparse
     seed: Annotated[int, whole(at_least=0)] = 0
+
+
+SETTINGS = SettingsFile(Settings, "analysis")
 
 
 @dataclass(frozen=True)

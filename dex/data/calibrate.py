@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from dex.data.held_out import training_side
-from dex.data.sources import Skipped, Source, read_documents
+from dex.data.sources import Document, Skipped, Source, read_documents
 from dex.data.tokens import Ids, Piece, encode_documents
 from dex.errors import DexError
 
@@ -38,10 +38,22 @@ def calibration(
         raise DexError(f"sequences and length must be at least 1, not {sequences} and {length}.")
     if not 0 <= held_out < 1:
         raise DexError(f"The held-out share is {held_out}; it must be at least 0 and below 1.")
-    wanted, seen, skipped = sequences * length, 0, Skipped()
+    skipped = Skipped()
+    documents = training_side(read_documents(source, skipped, tokenizer), held_out)
+    found, seen = windows_of(documents, tokenizer, sequences, length)
+    skipped.check(source.source)
+    if found is None:
+        raise DexError(f"{source.source} has {seen} tokens, too few for one window of {length}; use more data.")
+    return found
+
+
+def windows_of(
+    documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, sequences: int, length: int
+) -> tuple[Calibration | None, int]:
+    """Windows as `calibration` has them, None for none, and how many tokens were read for them."""
+    wanted, seen = sequences * length, 0
     pure, stream = list[Ids](), list[Ids]()
-    texts = training_side(read_documents(source, skipped, tokenizer), held_out)
-    for _, pieces in encode_documents(texts, tokenizer):
+    for _, pieces in encode_documents(documents, tokenizer):
         ids = _first(pieces, wanted)
         pure += _windows(ids, length)
         if seen < wanted:
@@ -49,12 +61,9 @@ def calibration(
         seen += len(ids)
         if len(pure) >= sequences or seen >= SEARCH * wanted:
             break
-    skipped.check(source.source)
     packed = _windows(np.concatenate(stream), length) if stream else []
     windows = pure if len(pure) >= min(sequences, len(packed)) else packed
-    if not windows:
-        raise DexError(f"{source.source} has {seen} tokens, too few for one window of {length}; use more data.")
-    return _calibration(np.stack(windows[:sequences]))
+    return (_calibration(np.stack(windows[:sequences])) if windows else None), seen
 
 
 def _first(pieces: Iterable[Piece], wanted: int) -> Ids:

@@ -179,3 +179,8 @@ def _block(document: int, input_ids: torch.Tensor, targets: torch.Tensor) -> Hel
 def training_side(documents: Iterator[Document], share: float) -> Iterator[Document]:
     """Yield the documents that may be trained on."""
     return (document for document in documents if not is_held_out(document.text, share))
+
+
+def held_out_side(documents: Iterator[Document], share: float) -> Iterator[Document]:
+    """Yield the documents that no run trains on which holds out that share of them, or a larger one."""
+    return (document for document in documents if is_held_out(document.text, share))

@@ -129,14 +129,19 @@ def ask(items: Sequence[Item], evaluated: Evaluated, asking: Asking, answers: An
         together.setdefault(item.name, []).append(index)
 
     def compute(batch: Sequence[int]) -> list[dict[str, Any]]:
-        prefix = Prefix(evaluated.model, items[batch[0]].haystack.ids)
-        return [_answer(items[i], prefix, evaluated, asking) for i in batch]
+        return answer_haystack([items[i] for i in batch], evaluated, asking)
 
     shares = [item.length // len(together[item.name]) for item in items]
     found: list[dict[str, Any]] = answer_all(
         [item.key for item in items], list(together.values()), compute, answers, evaluated.label, shares, "tokens"
     )
     return found
+
+
+def answer_haystack(items: Sequence[Item], evaluated: Evaluated, asking: Asking) -> list[dict[str, Any]]:
+    """The answers to the items of one haystack, which goes through the model once."""
+    prefix = Prefix(evaluated.model, items[0].haystack.ids)
+    return [_answer(item, prefix, evaluated, asking) for item in items]
 
 
 def _answer(item: Item, prefix: Prefix, evaluated: Evaluated, asking: Asking) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +22,20 @@ def plot_curves(
     x: str = "tokens",
     zero: bool = False,
     log_x: bool = False,
+    title: str = "",
+    points: bool = False,
 ) -> None:
-    """Draw every curve: x [P] and values [S, P] of its seeds. `zero` draws the line y = 0."""
+    """Draw every curve: x [P] and values [S, P] of its seeds. `zero` draws the line y = 0; NaN leaves a gap.
+
+    points: no lines between the values, since x has no order of its own.
+    """
     made, axes = figure(8.0, 4.8)
     for i, (name, (at, values)) in enumerate(curves.items()):
         colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
-        axes.plot(at, values.mean(axis=0), color=colour, linestyle=style, label=name, linewidth=1.4)
+        how: dict[str, Any] = (
+            {"linestyle": "none", "marker": "o", "markersize": 3.5} if points else {"linestyle": style}
+        )
+        axes.plot(at, values.mean(axis=0), color=colour, label=name, linewidth=1.4, **how)
         if len(values) > 1:
             axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.12, linewidth=0)
     if zero:
@@ -35,6 +44,7 @@ def plot_curves(
         axes.set_xscale("log")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+    axes.set_title(title, fontsize=10)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
     save(made, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,13 +19,22 @@ def draw_heat_map(
     title: str,
     path: Path,
     limits: tuple[float, float] | None = None,
+    diverging: bool = False,
 ) -> None:
-    """grid: [rows, columns]. rows, columns: a name, and labels. limits: of the colours; None: the grid's, and 0."""
+    """grid: [rows, columns]; NaN cells stay grey. rows, columns: a name, and labels.
+
+    limits: of the colours; None: the grid's, and 0. diverging: 0 is the middle of the colours, whatever the limits.
+    """
     height, width = len(grid), len(grid[0])
-    values = [value for row in grid for value in row]
-    low, high = limits or (min(0.0, *values), max(0.0, *values))
+    values = [value for row in grid for value in row if not math.isnan(value)]
+    low, high = limits or (min([0.0, *values]), max([0.0, *values]))
+    if diverging:
+        high = max(abs(low), abs(high)) or 1.0
+        low = -high
     made, axes = figure(max(4.0, 1.8 + 0.45 * min(width, 40)), max(2.4, 1.2 + 0.35 * min(height, 40)))
-    image = axes.imshow(grid, cmap="viridis", vmin=low, vmax=high, aspect="auto")  # lightness grows with the value
+    axes.set_facecolor("0.85")
+    # Both can be told apart by colour-blind readers; viridis grows lighter with the value.
+    image = axes.imshow(grid, cmap="PuOr_r" if diverging else "viridis", vmin=low, vmax=high, aspect="auto")
     for axis, (name, labels) in ((axes.yaxis, rows), (axes.xaxis, columns)):
         step = -(-len(labels) // LABELS)
         axis.set_label_text(name)
@@ -32,7 +42,10 @@ def draw_heat_map(
     if height * width <= WRITTEN:
         for y, row in enumerate(grid):
             for x, value in enumerate(row):
-                colour = "black" if value > low + 0.6 * (high - low) else "white"
+                if math.isnan(value):
+                    continue
+                share = (value - low) / ((high - low) or 1.0)
+                colour = "black" if share > 0.6 or (diverging and share > 0.25) else "white"
                 axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
     made.colorbar(image, ax=axes)
     axes.set_title(title, fontsize=10)
