@@ -1,0 +1,70 @@
+"""What the certificate of a folded folder says of the branch that was folded into W_O (dex/fold.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from dex.analyze.branch_statistics import of_lam_and_ratio, of_mean_ratio, verdict
+from dex.analyze.left_out import LeftOut
+from dex.analyze.records import Findings
+from dex.analyze.subject import Subject
+from dex.errors import DexError
+from dex.fold import MADE_HERE as CERTIFICATE
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Recorded(BaseModel):
+    """`branch` of certificate.json: one number for each adapted layer."""
+
+    lam: list[_Finite]
+    ratio: list[_Finite]
+    mean_ratio: _Finite
+
+
+def folded_branch(subject: Subject) -> Findings:
+    """Raises LeftOut where nothing was folded, or no branch, and DexError for a damaged certificate."""
+    path = Path(subject.path) / CERTIFICATE
+    if not path.is_file():
+        raise LeftOut("The model has no Dex branch, and no certificate says that one was folded into it.")
+    recorded = _read_certificate(path)
+    where = ", as recorded when the adapter was folded"
+    remarks = [
+        verdict(recorded.mean_ratio, recorded.lam),
+        f"λ and the branch ratios are those that {CERTIFICATE} recorded at the fold, on the text of the fold: the "
+        "branch is part of W_O now, and nothing of it can be measured here.",
+    ]
+    if len(recorded.lam) == len(recorded.ratio) == len(subject.layers):
+        lam, ratio = dict(enumerate(recorded.lam)), dict(enumerate(recorded.ratio))
+        statistics = of_lam_and_ratio(lam, ratio, recorded.mean_ratio, len(subject.layers), where)
+    else:
+        statistics = [of_mean_ratio(recorded.mean_ratio, where)]
+        remarks.append(
+            f"{len(recorded.lam)} of the {len(subject.layers)} layers were adapted, and {CERTIFICATE} does not say "
+            "which, so no layer's own λ and ratio are shown."
+        )
+    return Findings(statistics=statistics, remarks=remarks)
+
+
+def _read_certificate(path: Path) -> _Recorded:
+    try:
+        certificate: Any = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(certificate, dict):
+            raise ValueError("it holds no JSON object")
+        branch = certificate.get("branch")
+        recorded = None if branch is None else _Recorded.model_validate(branch)
+        if recorded is not None and not recorded.lam:
+            raise ValueError("it records a branch without a λ")
+    except (OSError, ValueError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise DexError(f"{path} is damaged ({reason}); fold the adapter again with `dex fold`.") from error
+    if recorded is None:
+        raise LeftOut(
+            f"The model is a folded one, and {CERTIFICATE} records no branch: the adapter had none, or an earlier "
+            "release of dex folded it."
+        )
+    return recorded

@@ -1,0 +1,115 @@
+"""Who attends to the answer: one text, token by token.
+
+    mass_j = 1/n Σ_{i ∈ queries} map_ij            n queries behind the answer; signed for a DIFF layout
+
+    B batch, here 1   T tokens   n queries   H heads   D head_dim        maps [1, H, n, T]   masses [L, H, T]
+
+Only the rows of the queries are formed: O(n·T) a head, and a block of them at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from dex.analyze.left_out import LeftOut
+from dex.analyze.records import Example, Findings
+from dex.analyze.subject import Passage, Progress, Subject
+from dex.attention_maps import LayerMaps, for_each_layer
+from dex.errors import NotFinite
+
+NEWLINE = "⏎"
+UNDECODED = "\ufffd"  # what decoding gives for a part of a character
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level tokenizers
+
+
+def analyze(subject: Subject, progress: Progress) -> Findings:
+    """The first passage. Raises LeftOut where there is none; NotFinite where its maps are no numbers."""
+    if not subject.passages:
+        raise LeftOut("There is no text with an answer in it to show token by token.")
+    passage = subject.passages[0]
+    masses = query_masses(subject, passage, progress)
+    n, signed = len(passage.queries), "; negative where the second map outweighs the first" if subject.signed else ""
+    asked = "the token that asks for the answer" if n == 1 else f"the {n} tokens that ask for the answer"
+    example = Example(
+        title="Who attends to the answer",
+        meaning=f"How much of each head's attention from {asked} goes to each token{' on average' if n > 1 else ''}"
+        f"{signed}.",
+        tokens=readable(passage.ids, subject.evaluated.tokenizer),
+        span=passage.span,
+        queries=passage.queries,
+        masses=[[[round(mass, 4) for mass in of_head] for of_head in of_layer] for of_layer in masses.tolist()],
+    )
+    return Findings(example=example, remarks=[_remark(masses, passage)])
+
+
+def query_masses(subject: Subject, passage: Passage, progress: Progress) -> Tensor:
+    """The mean over the passage's queries of their rows of the maps, [L, H, T] float64."""
+    masses = torch.zeros(len(subject.layers), subject.num_heads, len(passage.ids), dtype=torch.float64)
+
+    def take(maps: LayerMaps, _: Tensor) -> None:
+        for block in at_queries(maps, passage.queries).blocks():
+            masses[maps.layer_idx] += block.map[0].double().sum(1).cpu() / len(passage.queries)
+
+    batch = {"input_ids": torch.tensor([passage.ids])}
+    for_each_layer(subject.model, [batch], take, lambda done: progress(done, 1))
+    if not masses.isfinite().all():
+        raise NotFinite("The attention maps are not numbers; try another dtype, such as float32.")
+    return masses
+
+
+def at_queries(maps: LayerMaps, queries: Sequence[int]) -> LayerMaps:
+    """The same maps, of these queries alone."""
+    key = maps.first.key
+    index = torch.tensor(list(queries), device=key.device)
+    if maps.mask is None:  # causal
+        seen = (torch.arange(key.shape[2], device=key.device) <= index[:, None])[None, None]
+    else:
+        seen = maps.mask[:, :, index]
+    first, second = (
+        None if each is None else each._replace(query=each.query[:, :, index]) for each in (maps.first, maps.second)
+    )
+    assert first is not None
+    lam = None if maps.lam is None else maps.lam[:, :, index]
+    return replace(maps, first=first, second=second, lam=lam, mask=seen)
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
+
+
+def readable(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of every token with its spaces; line breaks as ⏎, bytes of a part of a character as <0xE2>."""
+    return [_text_of(token, tokenizer).replace("\n", NEWLINE) for token in ids]
+
+
+def _text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    own = tokenizer.convert_ids_to_tokens([token])[0]
+    if own is None:  # an id of the model's padded vocabulary
+        return f"<{token}>"
+    if own.startswith("▁"):  # SentencePiece: decoding one token alone would drop its space
+        return str(own.replace("▁", " "))
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    if UNDECODED not in text or own == UNDECODED:
+        return text
+    if all(character in BYTE_OF for character in own) and not own.startswith("<0x"):
+        return "".join(f"<0x{BYTE_OF[character]:02X}>" for character in own)
+    return str(own)
+
+
+# ---- in words ----------------------------------------------------------------------------------------------
+
+
+def _remark(masses: Tensor, passage: Passage) -> str:
+    on_answer = masses[..., slice(*passage.span)].sum(-1)  # [L, H]
+    layer_idx, head = divmod(int(on_answer.argmax()), on_answer.shape[1])
+    length = passage.span[1] - passage.span[0]
+    even = sum(length / (query + 1) for query in passage.queries) / len(passage.queries)
+    return (
+        f"In the example, head {head} of layer {layer_idx} gives the answer the largest mass of all heads, "
+        f"{on_answer[layer_idx, head]:.3f}; spread evenly over the tokens before, it would be {even:.3f}."
+    )

@@ -1,0 +1,241 @@
+"""What attention loses when its logits are rounded to 8, 6 and 4 bits.
+
+    z_ij = s q_i·k_j         step = max |z| / (2^(bits − 1) − 1)         z_ij ← step · round(z_ij / step)
+
+with one step for all heads of a layer (per tensor) or one for each (per head): `dex.quantised_attention`, from which
+everything else follows unchanged. Under each setting
+
+    loss        the mean next-token loss of the first `TOKENS` tokens of the text, in nats; its change from full
+                precision is that of the same tokens, with a 95 % bootstrap interval over sequences where there are 5 or more
+    needles     the share of `GRID`'s needles that the model's greedy answers name (`dex.evaluate.needle`)
+
+Every sequence goes through the model alone and without padding, so that the maximum is over its own logits.
+
+Source: "Differential Transformer", arXiv:2410.05258, its quantisation of attention logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dex.analyze.left_out import LeftOut
+from dex.analyze.records import Findings, Number, Statistic, Table, number
+from dex.analyze.subject import Progress, Subject
+from dex.data.sources import Source, is_local
+from dex.errors import DexError
+from dex.evaluate.needle import (
+    Asking,
+    Grid,
+    Item,
+    answer_haystack,
+    check_context,
+    filler_of,
+    items_of,
+    records_of,
+    wording_of,
+)
+from dex.evaluate.paired import Interval, mean_score, paired_difference
+from dex.loss import token_losses
+from dex.quantised_attention import Scope, quantised_logits
+from dex.stats import evaluating
+
+BITS = (8, 6, 4)
+SCOPES: tuple[Scope, ...] = ("tensor", "head")
+TOKENS = 2048  # of the text: 7 settings of SmolLM2-135M on two cores, at some 500 tokens a second, in half a minute
+SEQUENCES_FOR_AN_INTERVAL = 5
+GRID = Grid(lengths=[320], depths=[0, 50, 100], needles=4, queries=2, samples=1, seed=0)  # 6 items
+NEW_TOKENS = 12  # a number of seven digits has at most eight with its space
+SMALL_CHANGE = 0.01  # nats
+
+Cell = str | float | int | None
+
+
+class Setting(NamedTuple):
+    bits: int
+    per: Scope
+
+
+class Measured(NamedTuple):
+    """Under one setting. losses: of each sequence, the mean in nats. retrieved: a share, None if not asked."""
+
+    losses: list[float]
+    retrieved: float | None
+
+
+def analyze(subject: Subject, progress: Progress) -> Findings:
+    rows = rows_of(subject)
+    if not rows:
+        raise LeftOut("The text has no sequence of two tokens or more, so there is no loss to compare.")
+    items, why_not = _needles(subject)
+    settings = [Setting(bits, per) for bits, per in product(BITS, SCOPES)]
+    done = iter(range(1, 2 + len(settings)))
+
+    def measured(setting: Setting | None) -> Measured:
+        with evaluating(subject.model), _under(subject, setting):
+            found = Measured(_losses(subject, rows), _retrieved(subject, items) if items else None)
+        progress(next(done), 1 + len(settings))
+        return found
+
+    full = measured(None)
+    found = {setting: measured(setting) for setting in settings}
+    weights = [len(row) - 1 for row in rows]
+    changes = {setting: change(each.losses, full.losses, weights) for setting, each in found.items()}
+    return Findings(
+        statistics=[_statistic(setting, value) for setting, value in changes.items()],
+        tables=[_table(subject, full, found, weights, why_not)],
+        remarks=[_remark(changes)],
+    )
+
+
+def rows_of(subject: Subject, tokens: int = TOKENS) -> list[Tensor]:
+    """The text's sequences without their padding, [T] each, up to `tokens` tokens; the last may be cut."""
+    rows: list[Tensor] = []
+    left = tokens
+    for batch in subject.batches():
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        for ids, real in zip(batch["input_ids"], mask, strict=True):
+            row = ids[real][:left]
+            if len(row) > 1:
+                rows.append(row)
+                left -= len(row)
+    return rows
+
+
+def change(losses: Sequence[float], full: Sequence[float], weights: Sequence[int]) -> Interval:
+    """The mean loss's difference from full precision; of fewer than 5 sequences without an interval.
+
+    losses, full: of each sequence; weights: how many targets each has. Raises NotFinite.
+    """
+    found = paired_difference(losses, full, weights, range(len(weights)))
+    return found if len(weights) >= SEQUENCES_FOR_AN_INTERVAL else Interval(found.mean, None, None)
+
+
+# ---- under one setting -------------------------------------------------------------------------------------
+
+
+def _under(subject: Subject, setting: Setting | None) -> AbstractContextManager[None]:
+    return nullcontext() if setting is None else quantised_logits(subject.stock, *setting)
+
+
+def _losses(subject: Subject, rows: Sequence[Tensor]) -> list[float]:
+    device = subject.stock.device
+    return [token_losses(subject.model, row[None].to(device)).double().mean().item() for row in rows]
+
+
+def _retrieved(subject: Subject, items: Sequence[Item]) -> float:
+    """The share of items whose answer is right."""
+    asking = Asking(wording_of(subject.evaluated, "base"), NEW_TOKENS, attention=False)
+    found = [
+        answer
+        for _, of_one in groupby(items, key=lambda item: item.name)
+        for answer in answer_haystack(list(of_one), subject.evaluated, asking)
+    ]
+    return sum(record.score for record in records_of(items, found, "base")) / len(items)
+
+
+def _needles(subject: Subject) -> tuple[list[Item], str | None]:
+    """What is asked; nothing, and the reason, where the tokenizer or the context does not allow it."""
+    try:
+        check_context(subject.evaluated, GRID.lengths, NEW_TOKENS)
+        filler, _ = filler_of(_filler_name(subject), subject.evaluated, max(GRID.lengths))
+        return items_of(GRID, filler, wording_of(subject.evaluated, "base"), subject.evaluated), None
+    except DexError as error:
+        return [], str(error)
+
+
+def _filler_name(subject: Subject) -> str:
+    """The text itself where it is on this machine: nothing is loaded from the Hub for a few needles."""
+    return subject.settings.data if is_local(Source(subject.settings.data)) else "pydoc"
+
+
+# ---- what is reported --------------------------------------------------------------------------------------
+
+
+def _statistic(setting: Setting, value: Interval) -> Statistic:
+    return Statistic(
+        name=f"quantised_loss_change_{setting.bits}_per_{setting.per}",
+        title=f"Loss with {setting.bits}-bit logits, one step per {setting.per}",
+        meaning=f"Mean next-token loss with attention logits of {setting.bits} bits, minus that in full precision.",
+        unit="nats",
+        over="model",
+        values=number(value.mean),
+        diverging=True,
+    )
+
+
+def _table(
+    subject: Subject, full: Measured, found: dict[Setting, Measured], weights: Sequence[int], why_not: str | None
+) -> Table:
+    def row(words: tuple[int | str, str], measured: Measured, difference: Interval | None) -> list[Cell]:
+        loss = number(mean_score(measured.losses, weights, range(len(weights))).mean)
+        own = None if difference is None else number(difference.mean)
+        return [*words, loss, own, _interval(difference), _share(measured)]
+
+    precision = f"all, {str(subject.stock.dtype).removeprefix('torch.')}"
+    return Table(
+        name="quantised_logits",
+        title="Attention logits of few bits",
+        meaning=_meaning(subject, weights, why_not),
+        columns=["bits", "scope", "loss", "change", "interval", "needles retrieved"],
+        rows=[
+            row((precision, ""), full, None),
+            *(
+                row((setting.bits, f"per {setting.per}"), each, change(each.losses, full.losses, weights))
+                for setting, each in found.items()
+            ),
+        ],
+    )
+
+
+def _share(measured: Measured) -> Number:
+    return None if measured.retrieved is None else number(measured.retrieved)
+
+
+def _interval(difference: Interval | None) -> str | None:
+    if difference is None or difference.low is None or difference.high is None:
+        return None
+    return f"{difference.low:+.4f} to {difference.high:+.4f}"
+
+
+def _meaning(subject: Subject, weights: Sequence[int], why_not: str | None) -> str:
+    """What was measured, on what, and what is missing and why."""
+    sequences = "1 sequence" if len(weights) == 1 else f"{len(weights)} sequences"
+    sentences = [
+        "Attention logits are rounded to multiples of one step, whose largest multiple is the largest magnitude in a "
+        "sequence, of all heads of a layer (per tensor) or of each head (per head).",
+        f"The loss is in nats, over {sum(weights):,} tokens in {sequences}, and its change is from full precision.",
+    ]
+    if len(weights) < SEQUENCES_FOR_AN_INTERVAL:
+        sentences.append(f"There is no interval, which takes {SEQUENCES_FOR_AN_INTERVAL} sequences.")
+    else:
+        sentences.append("The interval is a 95 % bootstrap over sequences.")
+    if why_not is None:
+        length, count = GRID.lengths[0], len(GRID.depths) * GRID.samples * GRID.queries
+        sentences.append(
+            f"Needles are {count} questions about numbers hidden in {length} tokens of {_filler_name(subject)}, "
+            "answered greedily."
+        )
+    else:
+        sentences.append(f"No needles were asked: {why_not}")
+    return " ".join(sentences)
+
+
+def _remark(changes: dict[Setting, Interval]) -> str:
+    """The fewest bits that keep the loss, with one step per tensor and per head."""
+    parts = []
+    for per in SCOPES:
+        kept = [bits for bits in BITS if changes[Setting(bits, per)].mean <= SMALL_CHANGE]
+        bits = min(kept) if kept else max(BITS)
+        by = f"{changes[Setting(bits, per)].mean:+.4f}"
+        parts.append(f"{bits} per {per} ({by})" if kept else f"none per {per} ({bits} bits change it by {by})")
+    choices = ", ".join(map(str, BITS[:-1])) + f" and {BITS[-1]}"
+    return (
+        f"Of {choices} bits for attention logits, the fewest that add at most {SMALL_CHANGE} nats to the loss are "
+        f"{' and '.join(parts)}."
+    )
