@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,22 @@ def test_an_adapter_beside_its_base_gives_numbers_a_page_figures_and_a_schema(tm
     of_base, of_tuned = (torch.tensor(model.statistic("entropy").values) for model in made.models)  # type: ignore[union-attr]
     torch.testing.assert_close(torch.tensor(entropy.values), of_tuned - of_base, atol=2e-5, rtol=1e-4)
     assert entropy.values != [[0.0] * 4] * 3  # K was trained, so the maps differ
+
+
+def test_every_statistic_is_defined_in_the_documentation(tmp_path: Path) -> None:
+    trained_adapter(tmp_path)
+    tiny_diff_v2().save_pretrained(tmp_path / "v2")
+    tiny_tokenizer().save_pretrained(tmp_path / "v2")
+    documented = (Path(__file__).parents[1] / "docs" / "analysis.md").read_text(encoding="utf-8")
+    found = {
+        statistic.name
+        for name in ("base", "adapter", "v2")
+        for model in verb.analyze([str(tmp_path / name)], tmp_path / f"{name}-out", SMALL, figures=False).models
+        for findings in model.sections.values()
+        for statistic in [*findings.statistics, *findings.curves, *findings.tables]
+    }
+    assert len(found) > 60
+    assert [name for name in sorted(found) if f"`{re.sub('[0-9](?=_per)', 'B', name)}`" not in documented] == []
 
 
 def test_a_folded_model_is_known_for_one_and_keeps_its_adapters_attention(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
 
 def of_rows(maps: HeadMaps) -> dict[str, torch.Tensor]:
     """By the definitions, [H, T] each."""
-    if maps.second is None:
+    if maps.second is None or maps.lam is None:
         return {"entropy": entropy(maps.first), "first_token_mass": maps.map[..., 0]}
     return {
         "entropy_first_map": entropy(maps.first),

@@ -58,7 +58,7 @@ def map_gram(subject: Subject, progress: Progress) -> Tensor:
     first_key = 0 if subject.settings.count_first_token else 1
 
     def take(maps: LayerMaps, position: Tensor) -> None:
-        counted = position >= 0
+        counted = position >= FIRST_POSITION  # [B, T]
         for block in maps.blocks():
             of_query = block.map[..., first_key:].transpose(1, 2)  # [B, t, H, S]
             # A query's products are float32 sums of S terms; those of all queries are added in float64.

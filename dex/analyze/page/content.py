@@ -27,7 +27,7 @@ SIGNS = {
     "raw": "Negative weights count with their sign.",
     "absolute": "Negative weights count by their size.",
     "clipped": "Negative weights count as 0.",
-    "renormalised": "Signed maps are first made distributions (renormalised).",
+    "renormalised": "Negative weights count by their size, and each row is divided by its sum.",
 }
 FIRST_TOKEN = {
     "counted": "A text’s first token is counted.",
