@@ -374,8 +374,8 @@ def analyze(
     ],
     output: Output,
     data: Text = "pydoc",
-    sequences: Annotated[int, typer.Option(help="Windows of the text.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    sequences: Annotated[int, typer.Option(help="Windows of the text.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     held_out: Annotated[
         float, typer.Option(help="Read only documents that this share holds out; 0 reads all.")
     ] = 0.1,

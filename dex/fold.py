@@ -78,6 +78,7 @@ def fold(
             "class": witness["class"],
             "trained_on": getattr(config, "base_quantised", None) or "the base as it is",
             "loaded_without_dex": not witness["imported_dex"],
+            "branch": branch,
         }
         _refuse_if_failed(certificate)
         write_json(partial / MADE_HERE, certificate)

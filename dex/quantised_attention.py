@@ -77,7 +77,10 @@ def attend_quantised(
     per: Scope,
     block: int = 64,
 ) -> Tensor:
-    """Σ_j softmax_j(rounded z_ij) v_j, [B, H, T, C] float32; two passes over blocks of queries, O(block × S) memory."""
+    """Σ_j softmax_j(rounded z_ij) v_j, [B, H, T, C] float32.
+
+    In two passes over blocks of queries, first for the maxima: O(block × S) memory.
+    """
     query, key, value = query.float(), key.float(), value.float()
     step = _largest(query, key, mask, scaling, per, block) / (2 ** (bits - 1) - 1)
     step = step.clamp(min=torch.finfo(step.dtype).tiny)  # all logits 0

@@ -46,7 +46,7 @@ def subject(shape: Shape, length: int) -> Subject:
     model = llama(shape)
     model.config.max_position_embeddings = max(length, model.config.max_position_embeddings)
     ids = torch.randint(0, shape.vocab, (1, length), generator=torch.Generator().manual_seed(1))
-    evaluated = Evaluated("random", model, PreTrainedTokenizerFast, {"id": "random"}, 1)  # type: ignore[arg-type]
+    evaluated = Evaluated("random", model, PreTrainedTokenizerFast, {"id": "random"}, 1)
     return Subject(evaluated, "random", Settings(length=length, sequences=1), ids, [])
 
 

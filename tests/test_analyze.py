@@ -20,6 +20,7 @@ from dex.analyze.sections import SECTIONS
 from dex.analyze.subject import SETTINGS
 from dex.errors import DexError
 from dex.fold import fold
+from dex.models import load_model
 
 SMALL = SETTINGS.block(length=64, sequences=3, held_out=0.0)
 QUICK = ("branch", "attention", "importance")
@@ -74,7 +75,7 @@ def test_a_folded_model_is_known_for_one_and_keeps_its_adapters_attention(tmp_pa
     fold(str(adapter), tmp_path / "folded")
     made = verb.analyze([str(adapter), str(tmp_path / "folded")], tmp_path / "out", SMALL, sections=QUICK)
     assert made.models[1].kind == "a stock Llama, folded from a Dex adapter"
-    for name in ("entropy", "first_token_mass"):
+    for name in ("entropy", "first_token_mass", "dex_lam"):
         first, second = (torch.tensor(model.statistic(name).values) for model in made.models)  # type: ignore[union-attr]
         torch.testing.assert_close(first, second, atol=1e-4, rtol=1e-4)
 
@@ -176,13 +177,20 @@ def test_a_model_whose_weights_are_no_numbers_is_refused_by_every_section(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("free", "advice"),
-    [(2_000_000, "--batch-size 1 --length"), (500_000, "--dtype bfloat16"), (10_000, "at most about 0 million")],
+    ("weights", "room_for_work", "advice"),
+    [
+        (1.0, 1.0, "; --batch-size 1 --length 128 would fit"),
+        (0.5, 1.0, "; --dtype bfloat16 and --batch-size 1 --length 128 would fit"),
+        (0.0, 0.5, "; at most about 1 million parameters would, in bfloat16"),
+    ],
 )
 def test_a_model_that_does_not_fit_the_memory_is_refused_with_what_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, advice: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: float, room_for_work: float, advice: str
 ) -> None:
     base = str(write_tiny(tmp_path / "base"))
+    loaded = load_model(base).model
+    work = room.working_bytes(loaded.config, 128, 1)
+    free = int(weights * 4 * loaded.num_parameters() + room_for_work * work)
     monkeypatch.setattr(room, "available", lambda: free)
     with pytest.raises(DexError) as refused:
         verb.analyze([base], tmp_path / "out", SETTINGS.block(length=500))

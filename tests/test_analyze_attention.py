@@ -181,7 +181,7 @@ def test_a_model_that_gives_no_numbers_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "diff-v1", "diff-v2"])
 def test_no_attention_map_is_ever_allocated(kind: str) -> None:
-    length = 400
+    length = 300
     passage = Passage(tokens(1, length)[0].tolist(), (10, 20), list(range(20, length)))
     subject: Any = subject_of(kind, lengths=(length,), passages=[passage])
     with LargestTensor() as largest:

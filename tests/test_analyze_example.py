@@ -54,6 +54,24 @@ def test_many_queries_are_taken_a_block_at_a_time() -> None:
     )
 
 
+@pytest.mark.parametrize(("place", "length"), [((3, 9), 400), ((250, 260), 400), ((395, 399), 400), ((20, 380), 400)])
+def test_of_a_long_passage_the_part_around_the_answer_is_shown(
+    place: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "SHOWN", 50)
+    passage = Passage(tokens(1, length, 1)[0].tolist(), place, list(range(place[1], length)))
+    subject = subject_of("llama", passages=[passage])
+    found = shown(subject)
+    assert (len(found.tokens), len(found.masses[0][0])) == (50, 50)
+    whole = readable(passage.ids, subject.evaluated.tokenizer)
+    assert found.tokens[slice(*found.span)] == whole[slice(*place)][:50]
+    begin = place[0] - found.span[0]
+    assert found.queries == [query - begin for query in passage.queries if query < begin + 50]
+    assert f"tokens {begin} to {begin + 49} of 400" in found.meaning
+    masses = example.query_masses(subject, passage, lambda *_: None)[..., begin : begin + 50]
+    torch.testing.assert_close(torch.tensor(found.masses, dtype=torch.float64), masses, atol=5.1e-5, rtol=0)
+
+
 def test_only_the_rows_of_the_queries_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     formed: list[tuple[int, ...]] = []
     blocks = LayerMaps.blocks

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Dex
 from tiny import write_tiny
 
 from dex import cli
@@ -166,10 +167,10 @@ def test_a_mistake_in_a_real_process_shows_no_traceback(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     base = write_tiny(tmp_path / "base")
-    command = [str(Path(sys.executable).with_name("dex")), "heads", str(base), "-o", str(tmp_path / "plan.json")]
-    scoring = subprocess.Popen([*command, "--sequences", "4000", "--length", "64"], stderr=subprocess.PIPE, text=True)
-    assert scoring.stderr is not None
-    first = scoring.stderr.readline()  # it is at work
+    scoring = Dex("heads", base, "-o", tmp_path / "plan.json", "--sequences", 4000, "--length", 64)
+    while not (first := scoring.stderr):  # until it is at work
+        assert scoring.poll() is None
+        time.sleep(0.02)
     scoring.send_signal(signal.SIGINT)
     _, said = scoring.communicate(timeout=60)
     assert scoring.returncode == 1

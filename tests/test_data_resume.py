@@ -11,8 +11,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from forked import start
 from hub_server import HubServer
 from tiny import tiny_tokenizer
 
@@ -212,36 +211,23 @@ def test_a_read_that_fails_breaks_off_whatever_the_format(tmp_path: Path, kind: 
         list(rows_of_files([file], ["text"], "file", Place()))
 
 
-CHILD = """
-import sys
-from pathlib import Path
-sys.path.insert(0, "tests")
-from tiny import tiny_tokenizer
-from dex.data import Source, prepare
-sources = [Source(each) for each in sys.argv[2:]]
-print("ready", flush=True)
-prepare(sources, tiny_tokenizer(), 16, 300_000, 0.1, Path(sys.argv[1]), held_out_tokens=5000, save_every=5_000)
-"""
-
-
 @pytest.mark.parametrize("kind", ["local", "hub"])
 def test_a_killed_process_goes_on_to_the_same_bytes(tmp_path: Path, hub: HubServer, kind: str) -> None:
     source = local_source(tmp_path / "files") if kind == "local" else hub_source(hub)
     whole = everything(prepared(tmp_path / "whole", source, save_every=5_000))
     cache, killed = tmp_path / "c", 0
-    command = [sys.executable, "-c", CHILD, str(cache), source.source]
+    asked = ([Source(source.source)], tiny_tokenizer(), 16, 300_000, 0.1, cache)
     chance = random.Random(kind)
     for _ in range(6):
-        process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.readline()
-        deadline = time.monotonic() + 60
         before = _stamp(cache)
-        while _stamp(cache) == before and process.poll() is None and time.monotonic() < deadline:
+        process = start(prepare, *asked, held_out_tokens=5000, save_every=5_000)
+        deadline = time.monotonic() + 60
+        while _stamp(cache) == before and process.exitcode is None and time.monotonic() < deadline:
             time.sleep(0.002)  # until it has saved a state of its own
         time.sleep(chance.uniform(0.0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
+        process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
         if killed == 2:
             break
     assert killed == 2

@@ -6,15 +6,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import run_in_two
+from forked import Dex, run_in_two
 from tiny import write_tiny
 
 from dex.errors import DexError
@@ -227,14 +225,14 @@ def of_one_rank_of_two(rank: int, folder: str) -> None:
 
 def test_an_evaluation_killed_half_way_goes_on_to_the_same_result(tmp_path: Path) -> None:
     base = write_tiny(tmp_path / "a")
-    command = [str(Path(sys.executable).with_name("dex")), "eval", str(base), "--suite", "perplexity"]
-    command += ["--set", "block=32", "--batch-size", "1", "-o", str(tmp_path / "out")]
     partial = tmp_path / "out" / "a" / ".perplexity.partial" / "answers.jsonl"
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    asked = ("--suite", "perplexity", "--set", "block=32", "--batch-size", "1")
+    process = Dex("eval", base, *asked, "-o", tmp_path / "out")
     deadline = time.monotonic() + 60
     while not (partial.exists() and partial.stat().st_size > 500):
         assert time.monotonic() < deadline
         assert process.poll() is None
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = partial.stat().st_size

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import Dex, run_dex
 from tiny import FAMILIES, tiny_model, tiny_tokenizer, tokens, write_tiny
 from transformers import DiffLlamaForCausalLM
 
@@ -333,18 +331,8 @@ def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_conversion_killed_half_way_leaves_no_folder_and_can_be_repeated(tmp_path: Path) -> None:
     base = write_tiny(tmp_path / "base")
-    command = [
-        sys.executable,
-        "-m",
-        "dex.cli",
-        "convert",
-        str(base),
-        "--layout",
-        "diff-v2",
-        "-o",
-        str(tmp_path / "v2"),
-    ]
-    process = subprocess.Popen([*command, "--sequences", "400", "--length", "64"], env=os.environ)
+    command = ("convert", base, "--layout", "diff-v2", "-o", tmp_path / "v2", "--length", 64)
+    process = Dex(*command, "--sequences", 400)
     partial = tmp_path / ".v2.partial"
     deadline = time.monotonic() + 120
     while not partial.exists() and time.monotonic() < deadline:
@@ -353,7 +341,7 @@ def test_a_conversion_killed_half_way_leaves_no_folder_and_can_be_repeated(tmp_p
     process.wait()
     assert partial.exists()
     assert not (tmp_path / "v2").exists()
-    subprocess.run([*command, "--sequences", "2", "--length", "64"], check=True, capture_output=True)
+    assert run_dex(*command, "--sequences", 2).returncode == 0
     assert (tmp_path / "v2" / "layout.json").exists()
     assert not partial.exists()
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked import run_in_two
 from safetensors.torch import load_file
 from tiny import tokens, write_tiny
 from torch import nn
@@ -63,15 +62,16 @@ def figures(model: nn.Module) -> dict[str, Any]:
     return {"losses": losses, "lams": lams(model), "ratio": branch_state(model, ids[0])["ratio"]}
 
 
-def worker(base_folder: Path, output: Path) -> None:
+def worker(rank: int, base_folder: Path, output: Path, processes: int = 2) -> None:
     """One of two processes: shard, train on half of every batch, gather and save."""
     from torch.distributed import all_gather_object, destroy_process_group, init_process_group
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    init_process_group("gloo")
-    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    store = f"file://{output.parent / 'store'}"
+    init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
     model, base = attached(base_folder)
     for layer in model.get_base_model().model.layers:
         fully_shard(layer)
@@ -95,17 +95,7 @@ def test_a_sharded_bf16_base_with_float32_copies_trains_saves_and_folds_as_in_on
     expected = train(model, [share_of(0, 2), share_of(1, 2)], 1)  # the same products, so the same rounding
     measured = figures(model)
     save_adapter(model, base, tmp_path / "alone")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, __file__, str(base_folder), str(tmp_path / "sharded")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    run_in_two(worker, base_folder, tmp_path / "sharded", seconds=240)
     seen = json.loads((tmp_path / "seen.json").read_text())
     for name, values in {"training": expected, **measured}.items():
         torch.testing.assert_close(torch.tensor(seen[name]), torch.tensor(values), rtol=1e-4, atol=1e-6)
@@ -120,8 +110,3 @@ def test_a_sharded_bf16_base_with_float32_copies_trains_saves_and_folds_as_in_on
     folded = [load_file(tmp_path / f"folded-{name}" / "model.safetensors") for name in ("sharded", "alone")]
     for name, tensor in folded[1].items():
         torch.testing.assert_close(folded[0][name], tensor, rtol=2**-7, atol=1e-6)  # one step of bfloat16
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    worker(Path(sys.argv[1]), Path(sys.argv[2]))

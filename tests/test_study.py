@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import Dex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import write_tiny
@@ -63,6 +65,10 @@ def study_at(tmp_path: Path, *overrides: str) -> Study:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs are made in this process, and named in their order: forking a server takes seconds."""
+    return here(monkeypatch)
+
+
+def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def call(work: Any, study: Study, job: Job) -> Any:
@@ -71,6 +77,29 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(verb, "in_own_process", call)
     return made
+
+
+@pytest.fixture(scope="module")
+def studied_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Where the study was made, without its suite, and a copy of all that was there when it was finished."""
+    folder = tmp_path_factory.mktemp("studied_once")
+    (folder / "at").mkdir()
+    with pytest.MonkeyPatch.context() as own:
+        own.setenv("DEX_CACHE", str(folder / "at" / "cache"))
+        here(own)
+        verb.study(study_at(folder / "at", "suites=[]"))
+    shutil.copytree(folder / "at", folder / "copy")
+    return folder / "at", folder / "copy"
+
+
+@pytest.fixture
+def studied(studied_once: tuple[Path, Path], in_this_process: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where the study was made just now: one folder for all, put back, as its runs know their paths."""
+    folder, copy = studied_once
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    monkeypatch.setenv("DEX_CACHE", str(folder / "cache"))
+    return folder
 
 
 # The whole of it
@@ -134,18 +163,14 @@ def test_a_variant_that_diverges_is_a_result_and_not_the_end(tmp_path: Path, in_
     assert "diverged" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_a_run_with_other_settings_is_not_taken_for_this_one(tmp_path: Path, in_this_process: list[str]) -> None:
-    verb.study(study_at(tmp_path, "suites=[]"))
+def test_a_run_with_other_settings_is_not_taken_for_this_one(studied: Path) -> None:
     with pytest.raises(DexError, match=r"run\.tokens=256, but this recipe has 512"):
-        verb.study(study_at(tmp_path, "shared.run.tokens=512", "suites=[]"))
+        verb.study(study_at(studied, "shared.run.tokens=512", "suites=[]"))
 
 
-def test_a_suite_that_is_asked_for_after_the_weights_went_is_refused(
-    tmp_path: Path, in_this_process: list[str]
-) -> None:
-    verb.study(study_at(tmp_path, "suites=[]"))
+def test_a_suite_that_is_asked_for_after_the_weights_went_is_refused(studied: Path) -> None:
     with pytest.raises(DexError, match="keep_weights"):
-        verb.study(study_at(tmp_path))
+        verb.study(study_at(studied))
 
 
 def test_results_of_a_suite_with_other_settings_are_not_taken_for_these(
@@ -156,12 +181,10 @@ def test_results_of_a_suite_with_other_settings_are_not_taken_for_these(
         verb.study(study_at(tmp_path, "keep_weights=true", "suites.0.block=32"))
 
 
-def test_a_base_that_changed_meanwhile_is_noticed(tmp_path: Path, in_this_process: list[str]) -> None:
-    study = study_at(tmp_path, "suites=[]")
-    verb.study(study)
-    write_tiny(tmp_path / "base", seed=5)
+def test_a_base_that_changed_meanwhile_is_noticed(studied: Path) -> None:
+    write_tiny(studied / "base", seed=5)
     with pytest.raises(DexError, match="other weights of"):
-        verb.study(study_at(tmp_path, "suites=[]", "seeds=[0, 1, 2]"))
+        verb.study(study_at(studied, "suites=[]", "seeds=[0, 1, 2]"))
 
 
 def test_fresh_models_differ_by_seed_and_their_sizes_are_fitted(tmp_path: Path, in_this_process: list[str]) -> None:
@@ -203,17 +226,16 @@ output: {tmp_path}/out
 # Processes
 
 
-def start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:
+def command(tmp_path: Path, *overrides: str) -> list[str]:
     """`dex study` of one variant at one rate."""
     alone = ["variants={kvo: {method: {name: attention}}}", "sweep.lr=[1.0e-3]", "suites=[]", *overrides]
     (tmp_path / "s.yaml").write_text(STUDY.format(tmp=tmp_path))
-    command = [str(Path(sys.executable).with_name("dex")), "study", str(tmp_path / "s.yaml"), *alone]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return ["study", str(tmp_path / "s.yaml"), *alone]
 
 
 def test_two_processes_share_the_runs_of_one_study(tmp_path: Path) -> None:
     study_at(tmp_path)
-    both = [start(tmp_path, "seeds=[0, 1, 2, 3]") for _ in range(2)]
+    both = [Dex(*command(tmp_path, "seeds=[0, 1, 2, 3]")) for _ in range(2)]
     said = []
     for process in both:
         out, err = process.communicate(timeout=300)  # a hang, not a benchmark
@@ -225,24 +247,28 @@ def test_two_processes_share_the_runs_of_one_study(tmp_path: Path) -> None:
 
 
 def test_a_study_that_is_terminated_leaves_a_checkpoint_and_goes_on_from_it(tmp_path: Path) -> None:
+    """As installed, with a server of its own."""
     study_at(tmp_path)
-    long = ("seeds=[0]", "shared.run.tokens=64_000")
-    process = start(tmp_path, *long)
+    long = ("seeds=[0]", "shared.run.tokens=16_000")
+    installed = [str(Path(sys.executable).with_name("dex")), *command(tmp_path, *long)]
+    process = subprocess.Popen(
+        installed, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )  # with its server
     folder = tmp_path / "out" / "runs" / "kvo" / "lr-0.001-seed-0"
     deadline = time.monotonic() + 120
     while not (folder / "log.jsonl").exists():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "run the same command to go on" in out
     assert list((folder / "checkpoints").glob("checkpoint-*"))
     assert not (folder / "record.json").exists()
-    process = start(tmp_path, *long)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    again = Dex(*command(tmp_path, *long))
+    _, err = again.communicate(timeout=300)
+    assert again.returncode == 0, err
     assert "going on from" in err
     assert (folder / "record.json").exists()
 
@@ -263,12 +289,9 @@ def test_every_study_that_comes_with_dex_loads_and_its_recipes_fit() -> None:
 
 
 @pytest.mark.parametrize("damage", ["record", "log", "held_out"])
-def test_a_damaged_run_is_named_with_what_to_do_or_passed_over(
-    tmp_path: Path, in_this_process: list[str], damage: str
-) -> None:
-    study = study_at(tmp_path, "suites=[]")
-    verb.study(study)
-    (folder,) = (tmp_path / "out" / "runs" / "kvo").glob("*-seed-1")
+def test_a_damaged_run_is_named_with_what_to_do_or_passed_over(studied: Path, damage: str) -> None:
+    study = study_at(studied, "suites=[]")
+    (folder,) = (studied / "out" / "runs" / "kvo").glob("*-seed-1")
     if damage == "log":
         log = folder / "log.jsonl"
         log.write_text(log.read_text()[:-20] + "\n[1]\n")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import Dex, run_dex
 from safetensors.torch import load_file
 from tiny import write_tiny
 
@@ -51,6 +51,36 @@ run: {{tokens: 1_024, batch_tokens: 128, micro_batch: 2, lr: 1.0e-3, save_every:
 output: {folder / name}
 """
     return parse_recipe(text, "test.yaml", [f"{key}={value}" for key, value in changes.items()])
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Where one run of `recipe` was made, and a copy of all that was there when it was finished."""
+    folder = tmp_path_factory.mktemp("trained_once")
+    with pytest.MonkeyPatch.context() as own:
+        own.setenv("DEX_CACHE", str(folder / "at" / "cache"))
+        (folder / "at").mkdir()
+        train(recipe(folder / "at"))
+    shutil.copytree(folder / "at", folder / "copy")
+    return folder / "at", folder / "copy"
+
+
+@pytest.fixture
+def finished(trained_once: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where `recipe` was run and finished just now: training for every test that damages it takes minutes.
+
+    It is one folder for all of them, put back each time, since a run and its base know each other by their paths.
+    """
+    folder, copy = trained_once
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    monkeypatch.setenv("DEX_CACHE", str(folder / "cache"))
+    return folder
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((run / "result.json").read_text())
+    return result
 
 
 def adapter(run: Path) -> dict[str, torch.Tensor]:
@@ -121,22 +151,19 @@ def test_the_control_trains_k_v_o_and_has_no_branch(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "heads.json").exists()
 
 
-def test_n_plus_n_steps_with_a_resume_equal_2n_steps_bit_for_bit(tmp_path: Path) -> None:
-    whole, parts = recipe(tmp_path, "whole"), recipe(tmp_path, "parts")
-    train(whole)
-    train(parts)
-    keep_only_checkpoint(tmp_path / "parts", 4)
-    train(parts)
-    expected, resumed = adapter(tmp_path / "whole"), adapter(tmp_path / "parts")
+def test_n_plus_n_steps_with_a_resume_equal_2n_steps_bit_for_bit(finished: Path) -> None:
+    whole, parts = finished / "whole", finished / "run"
+    shutil.copytree(parts, whole)
+    keep_only_checkpoint(parts, 4)
+    train(recipe(finished))
+    expected, resumed = adapter(whole), adapter(parts)
     assert expected.keys() == resumed.keys()
     for name, tensor in expected.items():
         assert torch.equal(resumed[name], tensor), name
-    for ours, theirs in zip(log(tmp_path / "parts"), log(tmp_path / "whole"), strict=True):
+    for ours, theirs in zip(log(parts), log(whole), strict=True):
         for key in theirs.keys() - {"tokens_per_second"}:
             assert ours[key] == theirs[key]
-    optimisers = [
-        torch.load(tmp_path / run / "checkpoints" / "checkpoint-8" / "optimizer.pt") for run in ("whole", "parts")
-    ]
+    optimisers = [torch.load(run / "checkpoints" / "checkpoint-8" / "optimizer.pt") for run in (whole, parts)]
     for a, b in zip(optimisers[0]["state"].values(), optimisers[1]["state"].values(), strict=True):
         assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -145,25 +172,25 @@ def test_n_plus_n_steps_with_a_resume_equal_2n_steps_bit_for_bit(tmp_path: Path)
 def test_a_resume_in_a_later_epoch_and_at_the_end_of_one_is_exact(tmp_path: Path, step: int) -> None:
     """The data is smaller than the run, which goes over it several times."""
     small = {"run.save_every": 128}
-    for name in ("whole", "parts"):
-        recipe(tmp_path, name)
-        rows = (tmp_path / "data.jsonl").read_text().splitlines()[:6]
-        (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
-        train(recipe(tmp_path, name, **small))
-    assert json.loads((tmp_path / "whole" / "result.json").read_text())["data"]["packed"]["blocks"] < 32
-    keep_only_checkpoint(tmp_path / "parts", step)
-    train(recipe(tmp_path, "parts", **small))
-    expected, resumed = adapter(tmp_path / "whole"), adapter(tmp_path / "parts")
+    recipe(tmp_path)
+    rows = (tmp_path / "data.jsonl").read_text().splitlines()[:6]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
+    whole = train(recipe(tmp_path, **small))
+    assert whole["data"]["packed"]["blocks"] < 32
+    expected = adapter(tmp_path / "run")
+    keep_only_checkpoint(tmp_path / "run", step)
+    train(recipe(tmp_path, **small))
+    resumed = adapter(tmp_path / "run")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(tmp_path: Path) -> None:
-    result = train(recipe(tmp_path))
-    expected = adapter(tmp_path / "run")
-    keep_only_checkpoint(tmp_path / "run", 8)
-    again = train(recipe(tmp_path))
+def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(finished: Path) -> None:
+    result = result_of(finished / "run")
+    expected = adapter(finished / "run")
+    keep_only_checkpoint(finished / "run", 8)
+    again = train(recipe(finished))
     assert again["held_out_loss"] == result["held_out_loss"]
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(finished / "run").items())
 
 
 def test_a_run_that_cannot_start_writes_nothing(tmp_path: Path) -> None:
@@ -176,8 +203,6 @@ def test_a_run_that_cannot_start_writes_nothing(tmp_path: Path) -> None:
 
 def keep_only_checkpoint(run: Path, step: int, result: str = "adapter") -> None:
     """Put the run back to the moment after it saved a checkpoint."""
-    import shutil
-
     for checkpoint in (run / "checkpoints").iterdir():
         if checkpoint.name != f"checkpoint-{step}":
             shutil.rmtree(checkpoint)
@@ -204,51 +229,43 @@ def test_accumulation_gives_the_loss_and_update_of_one_large_batch(
 
 
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, file: str) -> None:
-    import shutil
-
-    train(recipe(tmp_path))
-    expected = adapter(tmp_path / "run")
-    keep_only_checkpoint(tmp_path / "run", 6)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(finished: Path, file: str) -> None:
+    expected = adapter(finished / "run")
+    keep_only_checkpoint(finished / "run", 6)
     shutil.copytree(
-        tmp_path / "run" / "checkpoints" / "checkpoint-6", tmp_path / "run" / "checkpoints" / "checkpoint-7"
+        finished / "run" / "checkpoints" / "checkpoint-6", finished / "run" / "checkpoints" / "checkpoint-7"
     )
-    damaged = tmp_path / "run" / "checkpoints" / "checkpoint-7" / file
+    damaged = finished / "run" / "checkpoints" / "checkpoint-7" / file
     damaged.write_bytes(damaged.read_bytes()[:-50])
     with pytest.raises(DexError, match="checkpoint-7 is damaged"):
-        train(recipe(tmp_path))
+        train(recipe(finished))
     shutil.rmtree(damaged.parent)
-    train(recipe(tmp_path))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+    train(recipe(finished))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(finished / "run").items())
 
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors"])
-def test_a_checkpoint_that_lacks_a_file_is_refused_not_gone_on_from(tmp_path: Path, file: str) -> None:
-    train(recipe(tmp_path))
-    keep_only_checkpoint(tmp_path / "run", 6)
-    (tmp_path / "run" / "checkpoints" / "checkpoint-6" / file).unlink()
+def test_a_checkpoint_that_lacks_a_file_is_refused_not_gone_on_from(finished: Path, file: str) -> None:
+    keep_only_checkpoint(finished / "run", 6)
+    (finished / "run" / "checkpoints" / "checkpoint-6" / file).unlink()
     with pytest.raises(DexError, match=f"checkpoint-6 is damaged .it has no {file}"):
-        train(recipe(tmp_path))
+        train(recipe(finished))
 
 
-def test_a_finished_run_without_its_adapter_makes_it_again(tmp_path: Path) -> None:
-    import shutil
-
-    train(recipe(tmp_path))
-    expected = adapter(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "checkpoint-old").mkdir()
-    shutil.rmtree(tmp_path / "run" / "adapter")
-    train(recipe(tmp_path))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+def test_a_finished_run_without_its_adapter_makes_it_again(finished: Path) -> None:
+    expected = adapter(finished / "run")
+    (finished / "run" / "checkpoints" / "checkpoint-old").mkdir()
+    shutil.rmtree(finished / "run" / "adapter")
+    train(recipe(finished))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(finished / "run").items())
 
 
-def test_a_damaged_log_does_not_stop_a_resume(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
-    keep_only_checkpoint(tmp_path / "run", 4)
-    with (tmp_path / "run" / "log.jsonl").open("ab") as file:
+def test_a_damaged_log_does_not_stop_a_resume(finished: Path) -> None:
+    keep_only_checkpoint(finished / "run", 4)
+    with (finished / "run" / "log.jsonl").open("ab") as file:
         file.write(b'3\n{"a": 1}\n\xff\xfe\n{"step": 2, "lo')
-    train(recipe(tmp_path))
-    assert [entry["step"] for entry in log(tmp_path / "run") if "loss" in entry] == list(range(1, 9))
+    train(recipe(finished))
+    assert [entry["step"] for entry in log(finished / "run") if "loss" in entry] == list(range(1, 9))
 
 
 def test_a_second_process_does_not_enter_a_run_that_is_used(tmp_path: Path) -> None:
@@ -268,42 +285,39 @@ def test_an_output_below_a_file_is_refused_before_the_work(tmp_path: Path) -> No
         train(recipe(tmp_path, "file/run"))
 
 
-def test_a_damaged_result_is_named(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
-    (tmp_path / "run" / "result.json").write_text("{")
+def test_a_damaged_result_is_named(finished: Path) -> None:
+    (finished / "run" / "result.json").write_text("{")
     with pytest.raises(DexError, match=r"result\.json is damaged"):
-        train(recipe(tmp_path))
+        train(recipe(finished))
 
 
-def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
-    keep_only_checkpoint(tmp_path / "run", 4)
-    (tmp_path / "data.jsonl").write_text((tmp_path / "data.jsonl").read_text().replace("item", "thing"))
+def test_a_resume_with_other_data_is_refused(finished: Path) -> None:
+    keep_only_checkpoint(finished / "run", 4)
+    (finished / "data.jsonl").write_text((finished / "data.jsonl").read_text().replace("item", "thing"))
     with pytest.raises(DexError, match=r"began with data\.held_out"):
-        train(recipe(tmp_path))
-    assert (tmp_path / "run" / "checkpoints" / "checkpoint-4").exists()
+        train(recipe(finished))
+    assert (finished / "run" / "checkpoints" / "checkpoint-4").exists()
 
 
-def test_force_deletes_nothing_before_everything_fits_and_only_what_a_run_wrote(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
-    (tmp_path / "run" / "notes.txt").write_text("mine")
+def test_force_deletes_nothing_before_everything_fits_and_only_what_a_run_wrote(finished: Path) -> None:
+    (finished / "run" / "notes.txt").write_text("mine")
     with pytest.raises(DexError):
-        train(recipe(tmp_path, **{"model.id": tmp_path / "none"}), force=True)
-    assert (tmp_path / "run" / "result.json").exists()
-    train(recipe(tmp_path, **{"run.seed": 5}), force=True)
-    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
-    assert "seed: 5" in (tmp_path / "run" / "recipe.yaml").read_text()
+        train(recipe(finished, **{"model.id": finished / "none"}), force=True)
+    assert (finished / "run" / "result.json").exists()
+    train(recipe(finished, **{"run.seed": 5}), force=True)
+    assert (finished / "run" / "notes.txt").read_text() == "mine"
+    assert "seed: 5" in (finished / "run" / "recipe.yaml").read_text()
 
 
-def test_how_often_a_run_saves_and_logs_may_change_when_it_goes_on(tmp_path: Path) -> None:
-    first = train(recipe(tmp_path))
+def test_how_often_a_run_saves_and_logs_may_change_when_it_goes_on(finished: Path) -> None:
+    first = result_of(finished / "run")
     changes = {"run.save_every": 384, "run.log_every": 256, "run.keep_last": 3, "run.micro_batch": 1}
-    assert train(recipe(tmp_path, **changes)) == first
-    keep_only_checkpoint(tmp_path / "run", 4)
-    train(recipe(tmp_path, **changes))
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert train(recipe(finished, **changes)) == first
+    keep_only_checkpoint(finished / "run", 4)
+    train(recipe(finished, **changes))
+    names = sorted(path.name for path in (finished / "run" / "checkpoints").iterdir())
     assert names == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
-    assert [entry["step"] for entry in log(tmp_path / "run") if "loss" in entry] == [1, 2, 3, 4, 6, 8]
+    assert [entry["step"] for entry in log(finished / "run") if "loss" in entry] == [1, 2, 3, 4, 6, 8]
 
 
 def test_an_inert_branch_is_said_in_log_result_and_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,18 +334,17 @@ def test_a_live_branch_is_not_called_inert(tmp_path: Path) -> None:
     assert "inert" not in (tmp_path / "run" / "adapter" / "README.md").read_text()
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
-    first = train(recipe(tmp_path))
-    written = (tmp_path / "run" / "result.json").stat().st_mtime_ns
-    assert train(recipe(tmp_path)) == first
-    assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == written
+def test_a_finished_run_is_not_trained_again(finished: Path) -> None:
+    first = result_of(finished / "run")
+    written = (finished / "run" / "result.json").stat().st_mtime_ns
+    assert train(recipe(finished)) == first
+    assert (finished / "run" / "result.json").stat().st_mtime_ns == written
 
 
-def test_another_recipe_in_the_same_folder_is_refused_naming_the_key(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
+def test_another_recipe_in_the_same_folder_is_refused_naming_the_key(finished: Path) -> None:
     with pytest.raises(DexError, match=r"run\.lr=0\.001, but this recipe has 0\.002"):
-        train(recipe(tmp_path, **{"run.lr": 0.002}))
-    train(recipe(tmp_path, **{"run.lr": 0.002}), force=True)
+        train(recipe(finished, **{"run.lr": 0.002}))
+    train(recipe(finished, **{"run.lr": 0.002}), force=True)
 
 
 def test_a_folder_that_is_no_run_is_neither_used_nor_deleted(tmp_path: Path) -> None:
@@ -343,12 +356,11 @@ def test_a_folder_that_is_no_run_is_neither_used_nor_deleted(tmp_path: Path) -> 
     assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
 
 
-def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
-    other = write_tiny(tmp_path / "other", "llama", seed=9)
-    plan = {"model.id": other, "method.heads": "{plan: " + str(tmp_path / "run" / "heads.json") + "}"}
+def test_a_plan_for_another_model_is_refused(finished: Path) -> None:
+    other = write_tiny(finished / "other", "llama", seed=9)
+    plan = {"model.id": other, "method.heads": "{plan: " + str(finished / "run" / "heads.json") + "}"}
     with pytest.raises(DexError, match="fingerprint"):
-        train(recipe(tmp_path, "run2", **plan))
+        train(recipe(finished, "run2", **plan))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(
@@ -396,16 +408,12 @@ def test_learning_rates_of_w_d_and_lambda_are_scaled(tmp_path: Path) -> None:
     assert [group["initial_lr"] for group in state["param_groups"]] == pytest.approx([1e-3, 1e-2, 3e-3])
 
 
-def command(folder: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "dex.cli", "train", str(folder / "recipe.yaml"), *arguments]
-
-
-def start(folder: Path, **changes: Any) -> subprocess.Popen[str]:
+def start(folder: Path, **changes: Any) -> Dex:
     (folder / "recipe.yaml").write_text(recipe(folder, **changes).to_yaml())
-    return subprocess.Popen(command(folder), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return Dex("train", folder / "recipe.yaml")
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 90) -> None:
+def wait_for(condition: Any, process: Dex, seconds: float = 90) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -452,34 +460,33 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None
     assert len(list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))) == 1
 
 
+FULL = 200 * 1024  # bytes of a file, too few for a checkpoint's optimiser: the limit stands for a full disk
+
+
 def test_a_full_disk_is_one_sentence_and_earlier_checkpoints_stay(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe(tmp_path, **{"run.save_every": 256}).to_yaml())
-    # A limit on the size of a file, too small for a checkpoint's optimiser, stands for a full disk.
-    limited = f"ulimit -f 200; exec {' '.join(command(tmp_path))}"
-    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, env=os.environ, check=False)
+    done = run_dex("train", tmp_path / "recipe.yaml", largest_file=FULL)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert "there is no earlier checkpoint. Make room and run the same command to go on" in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
-    again = subprocess.run(command(tmp_path), capture_output=True, text=True, check=False)
+    again = run_dex("train", tmp_path / "recipe.yaml")
     assert again.returncode == 0, again.stderr
 
 
-def test_a_disk_that_fills_up_later_leaves_the_earlier_checkpoint_to_go_on_from(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
-    expected = adapter(tmp_path / "run")
-    keep_only_checkpoint(tmp_path / "run", 4)
-    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-4"
+def test_a_disk_that_fills_up_later_leaves_the_earlier_checkpoint_to_go_on_from(finished: Path) -> None:
+    expected = adapter(finished / "run")
+    keep_only_checkpoint(finished / "run", 4)
+    checkpoint = finished / "run" / "checkpoints" / "checkpoint-4"
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    (tmp_path / "recipe.yaml").write_text(recipe(tmp_path).to_yaml())
-    limited = f"ulimit -f 200; exec {' '.join(command(tmp_path))}"
-    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False)
+    (finished / "recipe.yaml").write_text(recipe(finished).to_yaml())
+    done = run_dex("train", finished / "recipe.yaml", largest_file=FULL)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert f"{checkpoint} is whole. Make room and run the same command to go on" in done.stderr
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
-    train(recipe(tmp_path))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+    train(recipe(finished))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(finished / "run").items())
 
 
 def test_a_log_that_cannot_be_written_stops_the_run_in_one_sentence(
@@ -562,17 +569,16 @@ def test_sigterm_saves_a_checkpoint_and_exits_0_with_the_command_to_go_on(tmp_pa
     assert not (run / "result.json").exists()
 
 
-def test_a_limit_of_hours_stops_the_run_with_a_checkpoint_at_the_first_step_after_it(tmp_path: Path) -> None:
-    stopped = train(recipe(tmp_path, **{"run.hours": 1e-6}))
-    run = tmp_path / "run"
+def test_a_limit_of_hours_stops_the_run_with_a_checkpoint_at_the_first_step_after_it(finished: Path) -> None:
+    stopped = train(recipe(finished, "parts", **{"run.hours": 1e-6}))
+    run = finished / "parts"
     assert (stopped["finished"], stopped["stopped"], stopped["step"]) == (False, "out of time", 1)
     assert stopped["go_on"] == f"dex train {run / 'recipe.yaml'}"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-1"]
-    assert [train(recipe(tmp_path, **{"run.hours": 1e-6}))["step"] for _ in range(2)] == [2, 3]
-    done = train(recipe(tmp_path))
-    train(recipe(tmp_path, "whole"))
+    assert [train(recipe(finished, "parts", **{"run.hours": 1e-6}))["step"] for _ in range(2)] == [2, 3]
+    done = train(recipe(finished, "parts"))
     assert done["steps"] == 8
-    expected, resumed = adapter(tmp_path / "whole"), adapter(run)
+    expected, resumed = adapter(finished / "run"), adapter(run)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
     assert [entry["step"] for entry in log(run) if "loss" in entry] == list(range(1, 9))
 
@@ -669,28 +675,27 @@ def test_frozen_weights_keep_no_activation_for_gradients_that_nobody_wants(tmp_p
         assert (tensor.data_ptr() in kept) == name.endswith("o_proj"), name
 
 
-def test_what_a_run_began_with_has_to_be_there_when_it_goes_on(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
-    run, config = tmp_path / "run", tmp_path / "llama" / "config.json"
+def test_what_a_run_began_with_has_to_be_there_when_it_goes_on(finished: Path) -> None:
+    run, config = finished / "run", finished / "llama" / "config.json"
     keep_only_checkpoint(run, 4)
     kept, plan = config.read_text(), (run / "heads.json").read_text()
     config.write_text(kept.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
     assert config.read_text() != kept
     with pytest.raises(DexError, match=r"began with model\.content"):
-        train(recipe(tmp_path))
+        train(recipe(finished))
     config.write_text(kept)
     heads = json.loads(plan)
     heads["heads"][0] = [(head + 1) % 4 for head in heads["heads"][0]]
     (run / "heads.json").write_text(json.dumps(heads))
     with pytest.raises(DexError, match="began with heads"):
-        train(recipe(tmp_path))
+        train(recipe(finished))
     (run / "heads.json").write_text(plan)
     inputs = (run / "inputs.json").read_text()
     (run / "inputs.json").write_text(inputs[:40])
     with pytest.raises(DexError, match=r"inputs\.json is damaged, so the run cannot go on exactly; put it back"):
-        train(recipe(tmp_path))
+        train(recipe(finished))
     (run / "inputs.json").write_text(inputs)
-    assert train(recipe(tmp_path))["steps"] == 8
+    assert train(recipe(finished))["steps"] == 8
 
 
 def test_a_folder_that_a_kill_left_at_the_first_moment_is_used_again(tmp_path: Path) -> None:
@@ -699,15 +704,14 @@ def test_a_folder_that_a_kill_left_at_the_first_moment_is_used_again(tmp_path: P
     assert train(recipe(tmp_path))["steps"] == 8
 
 
-def test_a_finished_run_whose_weights_are_cut_off_makes_them_again(tmp_path: Path) -> None:
-    train(recipe(tmp_path))
-    weights = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
-    expected = adapter(tmp_path / "run")
+def test_a_finished_run_whose_weights_are_cut_off_makes_them_again(finished: Path) -> None:
+    weights = finished / "run" / "adapter" / "adapter_model.safetensors"
+    expected = adapter(finished / "run")
     kept = weights.read_bytes()
     weights.unlink()  # `expected` is mapped from it
     weights.write_bytes(kept[:-100])
-    train(recipe(tmp_path))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path / "run").items())
+    train(recipe(finished))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(finished / "run").items())
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
@@ -718,9 +722,8 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"{}"])
-def test_a_damaged_random_state_is_named_as_such(tmp_path: Path, content: bytes) -> None:
-    train(recipe(tmp_path))
-    keep_only_checkpoint(tmp_path / "run", 6)
-    (tmp_path / "run" / "checkpoints" / "checkpoint-6" / "rng_state.pth").write_bytes(content)
+def test_a_damaged_random_state_is_named_as_such(finished: Path, content: bytes) -> None:
+    keep_only_checkpoint(finished / "run", 6)
+    (finished / "run" / "checkpoints" / "checkpoint-6" / "rng_state.pth").write_bytes(content)
     with pytest.raises(DexError, match=r"checkpoint-6 is damaged \(rng_state\.pth"):
-        train(recipe(tmp_path))
+        train(recipe(finished))

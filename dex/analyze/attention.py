@@ -276,7 +276,8 @@ def _remarks(statistics: list[Statistic]) -> list[str]:
         )
     if "lam" in values:
         lam = values["lam"]
-        remarks.append(f"λ is {lam.mean():.3g} in the mean over layers, from {lam.min():.3g} to {lam.max():.3g}.")
+        over = "layers" if lam.dim() == 1 else "heads"
+        remarks.append(f"λ is {lam.mean():.3g} in the mean over {over}, from {lam.min():.3g} to {lam.max():.3g}.")
     for name, which in {"entropy": "", "entropy_first_map": " of the first maps"}.items():
         if name in values:
             remarks.append(_extremes(values[name], f"The entropy{which} is {{}} nats"))

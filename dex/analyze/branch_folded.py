@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from dex.analyze.branch_statistics import of_lam_and_ratio, of_mean_ratio, verdict
+from dex.analyze.branch_statistics import of_lam_and_ratio, verdict
 from dex.analyze.left_out import LeftOut
 from dex.analyze.records import Findings
 from dex.analyze.subject import Subject
@@ -21,6 +21,7 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 class _Recorded(BaseModel):
     """`branch` of certificate.json: one number for each adapted layer."""
 
+    layers: list[int]
     lam: list[_Finite]
     ratio: list[_Finite]
     mean_ratio: _Finite
@@ -38,15 +39,8 @@ def folded_branch(subject: Subject) -> Findings:
         f"λ and the branch ratios are those that {CERTIFICATE} recorded at the fold, on the text of the fold: the "
         "branch is part of W_O now, and nothing of it can be measured here.",
     ]
-    if len(recorded.lam) == len(recorded.ratio) == len(subject.layers):
-        lam, ratio = dict(enumerate(recorded.lam)), dict(enumerate(recorded.ratio))
-        statistics = of_lam_and_ratio(lam, ratio, recorded.mean_ratio, len(subject.layers), where)
-    else:
-        statistics = [of_mean_ratio(recorded.mean_ratio, where)]
-        remarks.append(
-            f"{len(recorded.lam)} of the {len(subject.layers)} layers were adapted, and {CERTIFICATE} does not say "
-            "which, so no layer's own λ and ratio are shown."
-        )
+    lam, ratio = (dict(zip(recorded.layers, each, strict=True)) for each in (recorded.lam, recorded.ratio))
+    statistics = of_lam_and_ratio(lam, ratio, recorded.mean_ratio, len(subject.layers), where)
     return Findings(statistics=statistics, remarks=remarks)
 
 
@@ -57,8 +51,8 @@ def _read_certificate(path: Path) -> _Recorded:
             raise ValueError("it holds no JSON object")
         branch = certificate.get("branch")
         recorded = None if branch is None else _Recorded.model_validate(branch)
-        if recorded is not None and not recorded.lam:
-            raise ValueError("it records a branch without a λ")
+        if recorded is not None and not len(recorded.layers) == len(recorded.lam) == len(recorded.ratio) > 0:
+            raise ValueError("its layers, their λ and their ratios are not as many")
     except (OSError, ValueError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise DexError(f"{path} is damaged ({reason}); fold the adapter again with `dex fold`.") from error

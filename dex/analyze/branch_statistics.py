@@ -37,7 +37,7 @@ def of_lam_and_ratio(
 ) -> list[Statistic]:
     """where: said of values that were not measured here."""
     return [
-        of_mean_ratio(mean_ratio, where),
+        _of_mean_ratio(mean_ratio, where),
         Statistic(
             name="dex_lam",
             title="λ(t) of the branch",
@@ -57,7 +57,7 @@ def of_lam_and_ratio(
     ]
 
 
-def of_mean_ratio(mean_ratio: float, where: str) -> Statistic:
+def _of_mean_ratio(mean_ratio: float, where: str) -> Statistic:
     return Statistic(
         name="branch_mean_ratio",
         title="Mean branch ratio",

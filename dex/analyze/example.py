@@ -23,6 +23,7 @@ from dex.analyze.subject import Passage, Progress, Subject
 from dex.attention_maps import LayerMaps, for_each_layer
 from dex.errors import NotFinite
 
+SHOWN = 320  # tokens at most: the masses of 32 × 32 heads are 2 MB of JSON then, and the page has to stay under 5
 NEWLINE = "⏎"
 UNDECODED = "\ufffd"  # what decoding gives for a part of a character
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level tokenizers
@@ -34,18 +35,35 @@ def analyze(subject: Subject, progress: Progress) -> Findings:
         raise LeftOut("There is no text with an answer in it to show token by token.")
     passage = subject.passages[0]
     masses = query_masses(subject, passage, progress)
-    n, signed = len(passage.queries), "; negative where the second map outweighs the first" if subject.signed else ""
-    asked = "the token that asks for the answer" if n == 1 else f"the {n} tokens that ask for the answer"
+    shown = shown_part(passage)
     example = Example(
         title="Who attends to the answer",
-        meaning=f"How much of each head's attention from {asked} goes to each token{' on average' if n > 1 else ''}"
-        f"{signed}.",
-        tokens=readable(passage.ids, subject.evaluated.tokenizer),
-        span=passage.span,
-        queries=passage.queries,
-        masses=[[[round(mass, 4) for mass in of_head] for of_head in of_layer] for of_layer in masses.tolist()],
+        meaning=_meaning(passage, shown, subject.signed),
+        tokens=readable(passage.ids[shown], subject.evaluated.tokenizer),
+        span=(passage.span[0] - shown.start, min(passage.span[1], shown.stop) - shown.start),
+        queries=[query - shown.start for query in passage.queries if query < shown.stop],
+        masses=[
+            [[round(mass, 4) for mass in of_head] for of_head in of_layer] for of_layer in masses[..., shown].tolist()
+        ],
     )
     return Findings(example=example, remarks=[_remark(masses, passage)])
+
+
+def shown_part(passage: Passage) -> slice:
+    """The whole passage, or of a longer one than `SHOWN` tokens the part with the answer in its middle."""
+    start, stop = passage.span
+    begin = max(0, min((start + stop - SHOWN) // 2, len(passage.ids) - SHOWN, start))
+    return slice(begin, min(begin + SHOWN, len(passage.ids)))
+
+
+def _meaning(passage: Passage, shown: slice, signed: bool) -> str:
+    n, T = len(passage.queries), len(passage.ids)
+    asked = "the token that asks" if n == 1 else f"the {n} tokens that ask"
+    part = "" if shown == slice(0, T) else f" Shown are tokens {shown.start} to {shown.stop - 1} of {T}."
+    negative = "; negative where the second map outweighs the first" if signed else ""
+    mean = " on average" if n > 1 else ""
+    where = f"goes to each token{mean}, from {asked} about the answer{negative}"
+    return f"How much of each head's attention {where}.{part}"
 
 
 def query_masses(subject: Subject, passage: Passage, progress: Progress) -> Tensor:

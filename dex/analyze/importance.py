@@ -26,7 +26,7 @@ TOP = 0.1  # of the heads: those whose share of the whole is told
 def analyze(subject: Subject, progress: Progress) -> Findings:
     """Importance of every head, and its inequality. Raises NotFinite where the gradients are no numbers."""
     of = len(subject.ids)
-    scores = heads.importance(subject.stock, subject.batches(), lambda done: progress(done, of))
+    scores = heads.importance(subject.stock, subject.batches(), lambda done: progress(done, of), subject.num_heads)
     if not scores.isfinite().all():
         raise NotFinite("The gradients of the heads are not numbers; try another dtype, such as float32.")
     everywhere = gini(scores.flatten().tolist())

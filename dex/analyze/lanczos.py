@@ -4,9 +4,9 @@
     T_m   = S diag(θ) Sᵀ
 
 θ_i, the Ritz values, approach A's extreme eigenvalues first: one of A's eigenvalues lies within β_m |S_mi| of each.
-τ_i = S_1i², the weights, sum to 1, and Σ τ_i f(θ_i) = q_1ᵀ f(A) q_1, exactly for a polynomial f of degree 2m − 1. From
-random starts its mean is tr f(A)/n, the mean of f over A's eigenvalues: stochastic Lanczos quadrature
-(Ghorbani et al. 2019, arXiv:1901.10159, section 2).
+τ_i = S_1i², the weights, sum to 1, and Σ τ_i f(θ_i) = q_1ᵀ f(A) q_1, exactly for a polynomial f of degree 2m − 1.
+Over random starts the mean of that is tr f(A)/n, the mean of f over A's eigenvalues: stochastic Lanczos quadrature
+(Ghorbani et al. 2019, arXiv:1901.10159).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> La
     """`steps` products of `matvec` [n] → [n] from `start` [n], not 0, in whose dtype and on whose device it works.
 
     Every new vector is made orthogonal to all before, twice: without it, rounding brings eigenvalues back a second
-    time. It ends early in an invariant subspace, where β_m is 0 and the Ritz values are eigenvalues. Memory: steps × n.
-    Raises NotFinite for a product that is not finite.
+    time. It ends early in an invariant subspace, where β_m is 0 and the Ritz values are eigenvalues. Memory: steps ×
+    n numbers. Raises NotFinite for a product that is not finite.
     """
     steps = min(steps, start.numel())
     basis = start.new_empty(steps, start.numel())

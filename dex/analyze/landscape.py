@@ -1,41 +1,39 @@
 """How curved the loss is in the attention's weights: the largest eigenvalues of its Hessian, and its negative ones.
 
-    H     = ∂²L/∂w²                                L: mean next-token loss of one sequence; w: the attention's weights
-    H v   = ∂(∂L/∂w · v)/∂w                        two backward passes, H itself [n, n] is never formed
-    θ, τ  = Ritz values and weights of H           dex/analyze/lanczos.py
-    negative share = Σ τ_i [θ_i < 0]               estimates the share of H's eigenvalues that are negative
+    H     = ∂²L/∂w² [n, n]                  L: mean next-token loss of one sequence; w [n]: the attention's weights
+    θ, τ  = Ritz values and weights of H    m of each, from products H v (dex/analyze/hessian.py, lanczos.py)
+    negative share     = Σ τ_i [θ_i < 0]    estimates the share of H's eigenvalues that are negative
+    negative curvature = Σ τ_i |θ_i| [θ_i < 0] / Σ τ_i |θ_i|
 
-One Hessian per sequence rather than of all of them, as in the Hessian max-eigenvalue spectra of Park & Kim 2022
-(arXiv:2202.06709, section 2), which the Dex paper (arXiv:2505.16333) repeats.
-
-    n parameters, B sequences, S random starts, m steps
+One Hessian per sequence rather than one of all, as in the Hessian max-eigenvalue spectra of Park & Kim 2022
+(arXiv:2202.06709), which the Dex paper (arXiv:2505.16333) repeats. The quadrature is that of Ghorbani et al. 2019
+(arXiv:1901.10159).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dex.analyze.hessian import hessian, weights_in_use
 from dex.analyze.lanczos import Lanczos, lanczos
 from dex.analyze.left_out import LeftOut
 from dex.analyze.records import Curve, Findings, Number, Statistic, Table, number, numbers
 from dex.analyze.subject import Progress, Subject
-from dex.errors import NotFinite
-from dex.heads import sequence_losses
 from dex.models import is_quantised
-from dex.stats import evaluating, real_tokens_first
+from dex.stats import real_tokens_first
 
-LANDSCAPE_BATCHES, LANDSCAPE_LENGTH = 4, 256  # sequences, and tokens of each: eight times a training step's cost each
+LANDSCAPE_BATCHES, LANDSCAPE_LENGTH = 4, 256  # sequences, and tokens of each at most: enough to see them differ
 STARTS = 2  # random starts, whose difference shows what the start alone decides
 STEPS = 16  # of Lanczos: the largest eigenvalues stand apart from the rest, and are found within a dozen
+NEAR_ZERO = 0.01  # of the largest |θ|: the bulk, for which few Ritz values stand, on either side of 0 as it happens
+
+# With 8.4 million, in a model of 34 million, a product takes 1.8 s of one core, so all 128 take 4 minutes of it, and
+# the vectors 0.7 GB. SmolLM2-135M, whose attention has 26.5 million, would take a quarter of an hour and 2.1 GB.
 MOST_PARAMETERS = 10_000_000
 
 
@@ -43,18 +41,13 @@ def analyze(subject: Subject, progress: Progress) -> Findings:
     """Raises LeftOut for a quantised model and one with too many weights, NotFinite for a loss that is no number."""
     if is_quantised(subject.stock.config):
         raise LeftOut("The model is quantised, and the kernels of quantised weights have no second derivative.")
+    _refuse_too_many(_projection_weights(subject))
     sequences = _sequences(subject)
     if not sequences:
         raise LeftOut("No sequence of the text has two tokens or more, so there is no next-token loss.")
     names = weights_in_use(subject.stock, sequences[0])
     tensors = dict(subject.stock.named_parameters())
     count = sum(tensors[name].numel() for name in names)
-    if count > MOST_PARAMETERS:
-        raise LeftOut(
-            f"The landscape is for small models: the attention of this one has {count:,} weights, more than "
-            f"{MOST_PARAMETERS:,}, and the Lanczos process would need {bytes_needed(count) / 1e9:.1f} GB beside the "
-            f"model and {LANDSCAPE_BATCHES * STARTS * STEPS} products with the Hessian."
-        )
     runs: list[Run] = []
     for index, ids in enumerate(sequences):
         with hessian(subject.stock, names, ids) as product:
@@ -70,6 +63,22 @@ def bytes_needed(count: int) -> int:
     return count * (STEPS + 4) * 4
 
 
+def _refuse_too_many(count: int) -> None:
+    if count > MOST_PARAMETERS:
+        raise LeftOut(
+            f"The landscape is for small models: the attention of this one has {count:,} weights, more than "
+            f"{MOST_PARAMETERS:,}, and {LANDSCAPE_BATCHES * STARTS * STEPS} products with its Hessian would take "
+            f"long and need {bytes_needed(count) / 1e9:.2g} GB for their vectors alone."
+        )
+
+
+def _projection_weights(subject: Subject) -> int:
+    """Of Q, K, V and O: known before anything is computed, and all but a few of the attention's weights."""
+    attentions = (layer.self_attn for layer in subject.layers)
+    projections = (getattr(each, f"{name}_proj") for each in attentions for name in "qkvo")
+    return sum(projection.in_features * projection.out_features for projection in projections)
+
+
 def _sequences(subject: Subject) -> list[Tensor]:
     """The ids [1, t] of the first sequences, without their padding."""
     found: list[Tensor] = []
@@ -82,76 +91,6 @@ def _sequences(subject: Subject) -> list[Tensor]:
             if len(found) == LANDSCAPE_BATCHES:
                 return found
     return found
-
-
-# ---- the Hessian -------------------------------------------------------------------------------------------
-
-
-def weights_in_use(model: Any, ids: Tensor) -> list[str]:
-    """The names of the attention's weights that the loss depends on: all but the norms', as Dex trains no norm.
-
-    Of a Dex adapter these are its copies of K, V and O, W_D, a learned λ, and the base's Q.
-    """
-    names = [name for name, parameter in model.named_parameters() if _is_of_attention(name, parameter)]
-    with _twice_differentiable(model):
-        leaves, loss = _loss(model, names, ids)
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
-
-
-def _is_of_attention(name: str, parameter: Tensor) -> bool:
-    parts = name.split(".")
-    is_norm = any(part.endswith("norm") or part == "subln" for part in parts)
-    return "self_attn" in parts and not is_norm and parameter.is_floating_point()
-
-
-@contextmanager
-def hessian(model: Any, names: list[str], ids: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
-    """v [n] → H v [n], float32, for the loss of ids [1, T] and the weights `names`, in their order.
-
-    The graph of the gradient is kept for all products. The model's own weights, gradients and flags stay untouched.
-    """
-    with _twice_differentiable(model):
-        leaves, loss = _loss(model, names, ids)
-        weights = list(leaves.values())
-        gradients = torch.autograd.grad(loss, weights, create_graph=True)
-
-        def product(vector: Tensor) -> Tensor:
-            parts = [
-                part.view_as(w) for part, w in zip(vector.split([w.numel() for w in weights]), weights, strict=True)
-            ]
-            found = torch.autograd.grad(gradients, weights, parts, retain_graph=True, materialize_grads=True)
-            return torch.cat([each.flatten() for each in found])
-
-        yield product
-
-
-def _loss(model: Any, names: list[str], ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Float32 stand-ins for the weights `names`, and the mean next-token loss of ids [1, T] with them."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    exact = {name: tensor.detach().float() for name, tensor in tensors.items() if tensor.is_floating_point()}
-    leaves = {name: exact[name].requires_grad_() for name in names}
-    logits = functional_call(model, exact, (), {"input_ids": ids, "use_cache": False}).logits
-    position = torch.arange(ids.shape[1], device=ids.device)[None]
-    loss = sequence_losses(logits, ids, position).sum()
-    if not loss.isfinite():
-        raise NotFinite("The loss of the text is not finite; try another dtype, such as float32.")
-    return leaves, loss
-
-
-@contextmanager
-def _twice_differentiable(model: Any) -> Iterator[None]:
-    """Evaluation mode with gradients, and attention that has a second derivative: fused kernels have none."""
-    previous = model.config._attn_implementation
-    try:
-        model.set_attn_implementation("sdpa")
-        with evaluating(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        model.set_attn_implementation(previous)
-
-
-# ---- the findings ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,6 +114,11 @@ class Run:
         return float(self.ritz.weights[self.ritz.values < 0].sum())
 
     @property
+    def near_zero_share(self) -> float:
+        size = self.ritz.values.abs()
+        return float(self.ritz.weights[size < NEAR_ZERO * size.max()].sum())
+
+    @property
     def negative_curvature(self) -> float | None:
         """Σ_{θ<0} τ|θ| / Σ τ|θ|; None for H = 0."""
         curvature = self.ritz.weights * self.ritz.values.abs()
@@ -196,6 +140,7 @@ def _findings(runs: list[Run], count: int, names: list[str]) -> Findings:
         "hessian_negative_share_seed_spread": fmean(
             _range([run.negative_share for run in of_one]) for of_one in by_sequence.values()
         ),
+        "hessian_near_zero_share": fmean(run.near_zero_share for run in runs),
         "hessian_negative_curvature": _mean_or_none([run.negative_curvature for run in runs]),
     }
     return Findings(
@@ -230,8 +175,8 @@ def _statistics(found: Mapping[str, float | None], count: int, names: list[str])
         ),
         "hessian_seed_spread": (
             "Largest Hessian eigenvalue: spread over starts",
-            "The difference of the largest Ritz value between the random starts, in the mean over sequences: what the "
-            "Lanczos process has not settled.",
+            "The difference of the largest Ritz value between the random starts, in the mean over sequences: what "
+            "the Lanczos process has not settled.",
         ),
         "hessian_smallest": (
             "Smallest Hessian eigenvalue",
@@ -241,7 +186,12 @@ def _statistics(found: Mapping[str, float | None], count: int, names: list[str])
             "Share of negative Hessian eigenvalues",
             "The weight of the negative Ritz values, which estimates the share of the Hessian's eigenvalues that are "
             "negative (stochastic Lanczos quadrature); eigenvalues near 0 count by the sign of the Ritz value that "
-            "stands for them.",
+            "stands for them, so read it beside their share.",
+        ),
+        "hessian_near_zero_share": (
+            "Share of Hessian eigenvalues near 0",
+            f"The weight of the Ritz values whose magnitude is below {NEAR_ZERO:g} of the largest magnitude: their "
+            "sign is not settled.",
         ),
         "hessian_negative_share_seed_spread": (
             "Share of negative Hessian eigenvalues: spread over starts",
@@ -258,7 +208,7 @@ def _statistics(found: Mapping[str, float | None], count: int, names: list[str])
             name=name,
             title=title,
             meaning=meaning,
-            unit="share" if "negative" in name else "",
+            unit="share" if "share" in name or "curvature" in name else "",
             over="model",
             values=_or_none(found[name]),
             headline=name == "hessian_largest",
@@ -276,8 +226,8 @@ def _table(runs: list[Run]) -> Table:
         name="hessian",
         title="Hessian of each sequence",
         meaning=(
-            f"The Ritz values after at most {STEPS} Lanczos steps. An eigenvalue of the Hessian lies within the residual "
-            "of the largest one."
+            f"The Ritz values after at most {STEPS} Lanczos steps. An eigenvalue of the Hessian lies no farther from "
+            "the largest one than its residual."
         ),
         columns=["sequence", "seed", "largest", "second", "smallest", "negative share", "residual of the largest"],
         rows=[
@@ -306,8 +256,8 @@ def _spectrum(runs: list[Run]) -> Curve:
         name="hessian_spectrum",
         title="Spectrum of the Hessian",
         meaning=(
-            "The Ritz values of each sequence's Hessian and their weights: the share of the eigenvalues that each of them "
-            "stands for."
+            "The Ritz values of each sequence's Hessian and their weights: the share of the eigenvalues that each of "
+            "them stands for."
         ),
         x_label="Ritz value",
         y_label="weight",
@@ -322,19 +272,21 @@ def _spectrum(runs: list[Run]) -> Curve:
 
 def _of_the_largest(found: Mapping[str, float | None], sequences: int) -> str:
     spread = found["hessian_largest_spread"]
-    over = "" if spread is None else f" ± {spread:.3g} (standard deviation)"
+    over = "" if spread is None else f" (standard deviation {spread:.2g})"
     return (
-        f"The largest eigenvalue of the loss's Hessian in the attention's weights is {found['hessian_largest']:.4g}{over} "
-        f"over {sequences} sequence{'s' if sequences > 1 else ''}; two random starts differ by "
-        f"{found['hessian_seed_spread']:.2g} on average."
+        f"The largest eigenvalue of the loss's Hessian in the attention's weights is {found['hessian_largest']:.4g} "
+        f"in the mean over {sequences} sequence{'s' if sequences > 1 else ''}{over}; two random starts differ by "
+        f"{found['hessian_seed_spread']:.2g}."
     )
 
 
 def _of_the_share(found: Mapping[str, float | None]) -> str:
+    """What the share means, and how far it can be trusted."""
     curvature = found["hessian_negative_curvature"]
-    part = "" if curvature is None else f", and they make {curvature:.1%} of all curvature"
+    first = "" if curvature is None else f"Negative eigenvalues make {curvature:.1%} of all curvature of the loss. "
     return (
-        f"About {found['hessian_negative_share']:.1%} of the Hessian's eigenvalues are negative{part}: directions of the "
-        "weights in which the loss bends downwards, so that it is not convex there. The share is an estimate from "
-        f"{STEPS} Lanczos steps, in which eigenvalues near 0 fall on either side."
+        f"{first}By number they are about {found['hessian_negative_share']:.1%} of the Hessian's eigenvalues: in so "
+        "many independent directions of the weights the loss bends downwards, so that it is not convex there. But "
+        f"{found['hessian_near_zero_share']:.1%} of the eigenvalues are near 0, where {STEPS} Lanczos steps do not "
+        f"settle the sign: two random starts differ by {found['hessian_negative_share_seed_spread']:.1%}."
     )

@@ -234,11 +234,11 @@ def _answer_moments(block: MapBlock, span: slice) -> dict[str, Tensor]:
 
 # ---- the findings ----------------------------------------------------------------------------------------------
 
-WORDS: dict[Signs, str] = {
-    "raw": "",
-    "absolute": " of absolute values",
-    "clipped": " with negative entries at 0",
-    "renormalised": " of absolute values that are divided by their row's sum",
+OF_MAP: dict[Signs, str] = {
+    "raw": "the map",
+    "absolute": "the map of absolute values",
+    "clipped": "the map with negative entries at 0",
+    "renormalised": "the map of absolute values (each row divided by its sum)",
 }
 
 
@@ -257,8 +257,8 @@ def _sparsity(subject: Subject, sums: HeadSums) -> Statistic:
         sums.mean("below", over="defined_entries"),
         name="sparsity",
         title="Sparsity of attention",
-        meaning=f"The share of seen entries{WORDS[settings.signs] if chosen else ''} whose magnitude is below "
-        f"{settings.threshold:g}, of the text's queries at positions ≥ {FIRST_POSITION}.",
+        meaning=f"The share of entries of {OF_MAP[settings.signs if chosen else 'raw']} whose magnitude is below "
+        f"{settings.threshold:g}: the text's queries at positions ≥ {FIRST_POSITION}, and the keys that they see.",
         unit="share",
         signs=settings.signs if chosen else None,
         headline=True,
@@ -269,7 +269,7 @@ def _signed(subject: Subject, sums: HeadSums, answer_mass: Tensor | None) -> lis
     """What DIFF layouts alone have."""
     settings = subject.settings
     diverging = settings.signs == "raw"
-    of_map = f"the map{WORDS[settings.signs]}"
+    of_map = OF_MAP[settings.signs]
     statistics = [
         _of_heads(
             settings,
@@ -385,10 +385,10 @@ def _remarks(subject: Subject, sums: HeadSums) -> list[str]:
             )
         if settings.signs == "raw":
             remarks.append("The entropy of the signed maps is left out: raw maps have negative entries.")
-    sparse = sums["below"].sum() / sums["defined_entries"].sum()
-    remarks.append(
-        f"Of the weights that a query gives to a token it sees, {sparse:.1%} are below {settings.threshold:g}."
-    )
+    if sums["defined"].any():
+        sparse = sums["below"].sum() / sums["defined_entries"].sum()
+        of_map = OF_MAP[settings.signs if subject.signed else "raw"]
+        remarks.append(f"Of the entries of {of_map}, {sparse:.1%} are below {settings.threshold:g} in magnitude.")
     undefined = sums["queries"].sum() - sums["defined"].sum()
     if undefined > 0:
         remarks.append(

@@ -1,6 +1,6 @@
 """How large the largest attention logits and hidden states are, beside the usual ones.
 
-    z_ij = s q_i·k_j      for every real query i and every key j that it sees, of all heads (of a DIFF layout: both maps)
+    z_ij = s q_i·k_j      for every real query i and every key j that it sees, of all heads; of DIFF layouts both maps
     x_td                  the output of the layer at every real token: the residual stream after its MLP
 
     top-1, top-10         the largest and the 10th largest magnitude, exact

@@ -5,8 +5,8 @@
 with one step for all heads of a layer (per tensor) or one for each (per head): `dex.quantised_attention`, from which
 everything else follows unchanged. Under each setting
 
-    loss        the mean next-token loss of the first `TOKENS` tokens of the text, in nats; its change from full
-                precision is that of the same tokens, with a 95 % bootstrap interval over sequences where there are 5 or more
+    loss        the mean next-token loss, in nats, of `TOKENS` tokens, the beginnings of the sequences; its change
+                from full precision is on the same tokens, with a 95 % bootstrap interval over 5 sequences or more
     needles     the share of `GRID`'s needles that the model's greedy answers name (`dex.evaluate.needle`)
 
 Every sequence goes through the model alone and without padding, so that the maximum is over its own logits.
@@ -47,10 +47,12 @@ from dex.stats import evaluating
 
 BITS = (8, 6, 4)
 SCOPES: tuple[Scope, ...] = ("tensor", "head")
-TOKENS = 2048  # of the text: 7 settings of SmolLM2-135M on two cores, at some 500 tokens a second, in half a minute
+# SmolLM2-135M with 1024 tokens: 7.5 s of one core, 9 to 14 s with quantised logits; the needles 9 s. There are seven
+# settings, so twice as many tokens keep the section within a minute and a half on two cores.
+TOKENS = 2048
 SEQUENCES_FOR_AN_INTERVAL = 5
-GRID = Grid(lengths=[320], depths=[0, 50, 100], needles=4, queries=2, samples=1, seed=0)  # 6 items
-NEW_TOKENS = 12  # a number of seven digits has at most eight with its space
+GRID = Grid(lengths=[320], depths=[25, 75], needles=4, queries=2, samples=1, seed=0)  # 4 items
+NEW_TOKENS = 10  # " 1,234,567" in a tokenizer of single characters
 SMALL_CHANGE = 0.01  # nats
 
 Cell = str | float | int | None
@@ -94,17 +96,13 @@ def analyze(subject: Subject, progress: Progress) -> Findings:
 
 
 def rows_of(subject: Subject, tokens: int = TOKENS) -> list[Tensor]:
-    """The text's sequences without their padding, [T] each, up to `tokens` tokens; the last may be cut."""
+    """The beginnings of all of the text's sequences, without their padding: [t] each, `tokens` together at most."""
+    each = max(2, tokens // len(subject.ids))
     rows: list[Tensor] = []
-    left = tokens
     for batch in subject.batches():
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        for ids, real in zip(batch["input_ids"], mask, strict=True):
-            row = ids[real][:left]
-            if len(row) > 1:
-                rows.append(row)
-                left -= len(row)
-    return rows
+        rows += [ids[real][:each] for ids, real in zip(batch["input_ids"], mask, strict=True)]
+    return [row for row in rows if len(row) > 1]  # one token predicts nothing
 
 
 def change(losses: Sequence[float], full: Sequence[float], weights: Sequence[int]) -> Interval:

@@ -30,6 +30,7 @@ def analyze(subject: Subject, progress: Progress) -> Findings:
     """Mean cosine distance of the maps and mean CKA of the outputs, of every layer and of every head.
 
     Every group of layers whose covariances fit `COVARIANCES` takes a forward pass over the text, and the maps one.
+    Memory: `COVARIANCES`, or (H·D)² float64 where that is more, and twice (H·D)² float64 while a batch is added.
     Raises LeftOut for layers of one head and for texts without a counted query; NotFinite for outputs that are no
     numbers.
     """

@@ -21,8 +21,8 @@ class Settings(Block):
     """The settings of `dex analyze`; each is an option of the command line."""
 
     data: Annotated[str, text()] = "pydoc"
-    sequences: Annotated[int, whole(above=0)] = 4
-    length: Annotated[int, whole(above=1)] = 1024
+    sequences: Annotated[int, whole(above=0)] = 8
+    length: Annotated[int, whole(above=1)] = 512
     held_out: Annotated[float, number(at_least=0, below=1)] = 0.1  # read these documents alone; 0: all
     span: Annotated[str | None, text(null=True)] = None  # the answer; without it, needles in a haystack
     signs: Annotated[Signs, choice(Signs)] = "renormalised"  # of DIFF maps, where a statistic needs a distribution

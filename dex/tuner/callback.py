@@ -58,14 +58,24 @@ def lams(model: nn.Module, adapter: str = "default") -> list[float]:
 
 
 def branch_state(model: nn.Module, input_ids: Tensor) -> dict[str, Any] | None:
-    """λ and ‖λ f_D(O)‖/‖O‖ per adapted layer, the ratio on the tokens input_ids [T]; None without any branch."""
+    """λ and ‖λ f_D(O)‖/‖O‖ per adapted layer, the ratio on the tokens input_ids [T]; None without any branch.
+
+    layers: which those are.
+    """
     if not any(layer.dex_w_d for layer in dex_outputs(model)):
         return None
     model.eval()
     with BranchRatios(model) as ratios, torch.no_grad():
         model(input_ids=input_ids[None].to(next(model.parameters()).device), use_cache=False)
     mean = statistics.fmean(ratios.mean())
-    return {"lam": lams(model), "ratio": ratios.mean(), "mean_ratio": mean, "inert": mean < INERT_BELOW}
+    layers = [layer.layer_idx for layer in dex_outputs(model)]
+    return {
+        "layers": layers,
+        "lam": lams(model),
+        "ratio": ratios.mean(),
+        "mean_ratio": mean,
+        "inert": mean < INERT_BELOW,
+    }
 
 
 class DexCallback(LogFigures):

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from dex import __version__
 from dex.analyze.page import written
-from dex.analyze.page.content import Page, is_numeric, summary, tokens
+from dex.analyze.page.content import Page, is_numeric, rows, summary, tokens
 from dex.analyze.page.data import data_of
 from dex.analyze.records import Report
 
@@ -33,8 +33,8 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    environment.filters |= {"number": written.number, "cell": written.cell, "setting": written.setting}
-    environment.globals |= {"is_numeric": is_numeric, "summary": summary, "tokens": tokens}
+    environment.filters |= {"number": written.number, "setting": written.setting}
+    environment.globals |= {"is_numeric": is_numeric, "rows": rows, "summary": summary, "tokens": tokens}
     page = Page(report)
     return environment.get_template("report.html.jinja").render(
         page=page, data=data_of(page), style=_own("report.css"), script=_own("report.js"), version=__version__

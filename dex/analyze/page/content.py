@@ -12,7 +12,10 @@ from dex.analyze.records import Curve, Example, Findings, ModelReport, Report, S
 
 # The order of display, and what each section asks. A section that is not named here comes last, under its own name.
 SECTIONS = {
-    "branch": ("The Dex branch", "How large is λ, what does the branch do to the head outputs, and how did W_O change?"),
+    "branch": (
+        "The Dex branch",
+        "How large is λ, what does the branch do to the head outputs, and how did W_O change?",
+    ),
     "attention": ("Attention", "Where does each head look, and how widely is its attention spread?"),
     "maps": ("Attention maps", "What do the whole maps show that no sum over them does?"),
     "example": ("One text, token by token", "Which heads attend to the answer, and what else do they attend to?"),
@@ -53,6 +56,12 @@ class Measure:
         signs = dict.fromkeys(SIGNS[each.signs] for each in present if each.signs is not None)
         first_token = dict.fromkeys(FIRST_TOKEN[each.first_token] for each in present if each.first_token is not None)
         return [*signs, *first_token]
+
+    @property
+    def range(self) -> str:
+        """From the smallest value of all models to the largest: "0.22 to 4.9"."""
+        every = [value for each in self.of if each is not None for value in _flat(each.values) if value is not None]
+        return f"{written.number(min(every))} to {written.number(max(every))}" if every else "no values"
 
     @property
     def by_layer(self) -> list[list[float | None] | None]:
@@ -124,8 +133,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an example: what is shown of it, and how it is marked."""
+    """A token of an example: what is shown of it, and how it is marked.
 
+    Spaces at its start stand before what is coloured, so that a line can break there.
+    """
+
+    before: str
     shown: str
     classes: str
     breaks: bool  # it ends a line
@@ -162,7 +175,9 @@ class Page:
         seconds = [
             (f"seconds, {model.label}" if len(self.models) > 1 else "seconds", model.seconds) for model in self.models
         ]
-        return [(name, facts) for name, facts in [*own, *models, *seconds, ("machine", self.report.environment)] if facts]
+        return [
+            (name, facts) for name, facts in [*own, *models, *seconds, ("machine", self.report.environment)] if facts
+        ]
 
     def _names(self) -> list[str]:
         there = dict.fromkeys(name for model in self.models for name in model.sections)
@@ -186,7 +201,10 @@ def summary(statistic: Statistic) -> str:
     """Where a head statistic lies: its median and its ends, with the heads that hold them."""
     values: Any = statistic.values
     places = [
-        (value, layer, head) for layer, row in enumerate(values) for head, value in enumerate(row) if value is not None
+        (value, layer, head)
+        for layer, row in enumerate(values)
+        for head, value in enumerate(row)
+        if value is not None
     ]
     if not places:
         return "not defined for any head"
@@ -198,7 +216,7 @@ def summary(statistic: Statistic) -> str:
 
 
 def tokens(example: Example) -> list[Token]:
-    """A token that shows nothing by itself, such as a line break, is shown by a sign."""
+    """A token that shows nothing by itself, such as a line break or an indentation, is shown by signs."""
     first, end = example.span
     queries = set(example.queries)
     made = []
@@ -209,8 +227,12 @@ def tokens(example: Example) -> list[Token]:
             classes += ["answer-last"] if place == end - 1 else []
         if place in queries:
             classes.append("query")
-        shown = text.replace("\n", "⏎").replace("\t", "⇥") or "∅"
-        made.append(Token(shown, " ".join(classes), "\n" in text))
+        shown = text.replace("\n", "⏎").replace("\t", "⇥")
+        if not shown.strip():
+            shown = shown.replace(" ", "␣") or "∅"
+        inside = first < place < end  # the answer's box has no gaps
+        before = "" if inside else shown[: len(shown) - len(shown.lstrip())]
+        made.append(Token(before, shown[len(before) :], " ".join(classes), "⏎" in shown))
     return made
 
 
@@ -220,9 +242,19 @@ def is_numeric(table: Table, column: int) -> bool:
     return bool(values) and not any(isinstance(value, str) for value in values)
 
 
+def rows(table: Table) -> list[list[str]]:
+    """The rows as they are written."""
+    columns = [written.cells([row[place] for row in table.rows]) for place in range(len(table.columns))]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
 def _place(place: tuple[float, int, int]) -> str:
     value, layer, head = place
     return f"{written.number(value)} (layer {layer}, head {head})"
+
+
+def _flat(values: Any) -> list[float | None]:
+    return [one for each in values for one in _flat(each)] if isinstance(values, list) else [values]
 
 
 def _mean(row: list[float | None]) -> float | None:

@@ -58,7 +58,7 @@ const withUnit = (value, unit) => (present(value) && unit ? `${written(value)} $
 function ticksBetween(low, high, wanted = 4) {
   const rough = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.75);
   const first = Math.ceil(low / step - 1e-9);
   return range(Math.floor(high / step + 1e-9) - first + 1).map((index) => {
     const value = (first + index) * step;
@@ -99,7 +99,7 @@ function isDark() {
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-const anchorsOf = (diverging) => SCALES[isDark() ? "dark" : "light"][diverging ? "diverging" : "sequential"];
+const anchorsOf = (diverging) => SCALES[isDark() ? "dark" : "light"][diverging ? "diverging" : "sequential"].map(channels);
 
 const channels = (hex) => [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
 
@@ -107,7 +107,7 @@ const channels = (hex) => [1, 3, 5].map((start) => parseInt(hex.slice(start, sta
 function colourAt(anchors, share) {
   const place = clamp(share, 0, 1) * (anchors.length - 1);
   const index = Math.min(Math.floor(place), anchors.length - 2);
-  const [from, to] = [channels(anchors[index]), channels(anchors[index + 1])];
+  const [from, to] = [anchors[index], anchors[index + 1]];
   return from.map((channel, i) => Math.round(channel + (to[i] - channel) * (place - index)));
 }
 
@@ -115,8 +115,15 @@ const css = (rgb) => `rgb(${rgb.join(" ")})`;
 /** Black or white, whichever can be read on the colour (ITU-R BT.709 luma). */
 const inkOn = ([red, green, blue]) => (0.2126 * red + 0.7152 * green + 0.0722 * blue > 140 ? "#111418" : "#ffffff");
 
+const themeColours = new Map(); // emptied by `redraw`: asking the browser each time would lay the page out each time
+
 /** A theme's own colour, for what is drawn on a canvas. */
 function themed(name) {
+  if (!themeColours.has(name)) themeColours.set(name, askColour(name));
+  return themeColours.get(name);
+}
+
+function askColour(name) {
   const probe = make("span", { style: `color: var(${name}); display: none` });
   document.body.append(probe);
   const colour = getComputedStyle(probe).color;
@@ -143,6 +150,7 @@ function scaleOf(values, diverging) {
     const usual = quantile(0.99) - quantile(0.01);
     if (usual > 0 && highest - quantile(0.99) > 2 * usual) high = quantile(0.99);
     if (usual > 0 && quantile(0.01) - lowest > 2 * usual) low = quantile(0.01);
+    if (low > 0 && low < 0.02 * high) low = 0; // an end of 4.98e−13 says less than 0
     if (low === high) high = low + (Math.abs(low) || 1);
   }
   return { low, high, lowest, highest, diverging };
@@ -151,19 +159,22 @@ function scaleOf(values, diverging) {
 const shareOf = (scale, value) => (value - scale.low) / (scale.high - scale.low);
 
 /** The colours of a scale with numbers under them. */
-function legendOf(scale, unit, someUndefined) {
+function legendOf(scale, unit, { someUndefined = false, width = 0, negative = "cells with a mark are negative" } = {}) {
   const anchors = anchorsOf(scale.diverging);
   const stops = range(13).map((index) => css(colourAt(anchors, index / 12)));
   const bar = make("div", { class: "legend-bar", style: `background: linear-gradient(90deg, ${stops.join(", ")})` });
   const before = { 0: scale.lowest < scale.low ? "≤ " : "", 1: scale.highest > scale.high ? "≥ " : "" };
-  const marks = [0, 0.5, 1].map((share) => {
-    const value = scale.low + share * (scale.high - scale.low);
+  const zero = shareOf(scale, 0);
+  const middle = scale.low < 0 && scale.high > 0 ? (zero > 0.25 && zero < 0.75 ? [zero] : []) : [0.5];
+  const marks = [0, ...middle, 1].map((share) => {
+    const value = share === zero ? 0 : scale.low + share * (scale.high - scale.low);
     return make("span", { style: `left: ${share * 100}%` }, `${before[share] ?? ""}${written(value)}`);
   });
   const legend = make("div", { class: "legend" }, bar, make("div", { class: "legend-ticks" }, ...marks));
+  if (width) legend.style.width = `${Math.max(150, width)}px`;
   const notes = [];
   if (unit) notes.push(unit);
-  if (scale.diverging) notes.push("cells with a line are negative");
+  if (scale.diverging) notes.push(negative);
   if (before[1] || before[0]) notes.push(`values from ${written(scale.lowest)} to ${written(scale.highest)}`);
   if (notes.length) legend.append(make("div", {}, notes.join("; ")));
   if (someUndefined) legend.append(make("div", {}, make("span", { class: "legend-none" }), "no value"));
@@ -175,12 +186,29 @@ function legendOf(scale, unit, someUndefined) {
 const drawings = new Set();
 let waiting = false;
 
+// Drawing everything takes half a second for a large report. It goes from the top down in short turns, between which
+// the browser shows what there is and answers the reader; then `data-drawn` is set.
+const TURN = 30; // milliseconds
+const tasks = [];
+
 function drawn(draw) {
   drawings.add(draw);
-  draw();
+  tasks.push(draw);
+}
+
+function work() {
+  const until = performance.now() + TURN;
+  while (tasks.length && performance.now() < until) tasks.shift()();
+  if (tasks.length) {
+    setTimeout(work);
+    return;
+  }
+  followHash();
+  document.documentElement.dataset.drawn = "yes";
 }
 
 function redraw() {
+  themeColours.clear();
   for (const draw of drawings) draw();
 }
 
@@ -427,10 +455,22 @@ function movedBy(event, [row, column], rows, columns) {
   return to ? [clamp(to[0], 0, rows - 1), clamp(to[1], 0, columns - 1)] : null;
 }
 
-/** Cells as large as the room allows: `across` maps beside each other, all of them in one window's height. */
-function cellFor(room, across, layers, heads) {
-  const own = (room - (across - 1) * 32) / across - 48;
-  return { width: clamp(Math.floor(own / heads), 7, 26), height: clamp(Math.round(420 / layers), 7, 22) };
+const GAP = 32; // pixels between maps
+const MARGIN = 45; // of a map, for the layers' numbers
+const PROFILE = 190; // the least width of a profile
+
+/** Cells as large as the room for a map allows, and all layers within `height` pixels as far as they can be seen. */
+function cellFor(room, layers, heads, { widest = 26, height = 420 } = {}) {
+  const width = clamp(Math.floor((room - MARGIN) / heads), 7, widest);
+  return { width, height: clamp(Math.round(height / layers), 7, 22) };
+}
+
+/** The room for each of a panel's maps: beside them stands the profile, except on a phone. */
+function roomOfMap(room, count) {
+  if (room < 640) return room;
+  const across = room < 900 ? Math.min(count, 2) : count;
+  const beside = room < 900 && count > 1 ? 0 : PROFILE + MARGIN + GAP;
+  return (room - beside - (across - 1) * GAP) / across;
 }
 
 /** The models' maps of a statistic and their difference, as far as there are any. */
@@ -459,7 +499,8 @@ function drawPanel(panel, readout, measure) {
   const shown = mapsOf(measure);
   const scaleFor = scalesOf(measure);
   const room = panel.clientWidth;
-  const across = room < 640 ? 1 : two ? Math.min(3, shown.length) : 2;
+  const widest = shown.length > 1 ? 26 : 40;
+  const cells = shown.map(({ values }) => cellFor(roomOfMap(room, shown.length), values.length, values[0].length, { widest }));
   const maps = [];
 
   function leave() {
@@ -482,30 +523,33 @@ function drawPanel(panel, readout, measure) {
     }
   }
 
-  const figures = shown.map(({ which, values }) => {
+  const figures = shown.map(({ which, values }, index) => {
     const map = heatMap({
       values,
       scale: scaleFor(which),
-      cell: cellFor(room, across, values.length, values[0].length),
+      cell: cells[index],
       title: titleOf(which),
       label: two ? `${measure.title}, ${nameOf(which)}` : measure.title,
       onPoint: (layer, head, box) => point(map, layer, head, box),
       onLeave: leave,
     });
     maps.push({ which, map });
-    map.element.append(legendOf(scaleFor(which), measure.unit, values.flat().some((value) => !present(value))));
+    const someUndefined = values.flat().some((value) => !present(value));
+    map.element.append(legendOf(scaleFor(which), measure.unit, { someUndefined, width: values[0].length * cells[index].width }));
     return map.element;
   });
-  panel.replaceChildren(...figures, profileOf(measure, scaleFor(0), room));
+  const used = sum(shown.map(({ values }, index) => values[0].length * cells[index].width + MARGIN + GAP));
+  const left = room - used - MARGIN;
+  const width = clamp(left >= PROFILE ? left : room - MARGIN - 10, 150, 400);
+  panel.replaceChildren(...figures, profileOf(measure, scaleFor(0), width));
   readout.textContent = "Point at a head, or move over them with the arrow keys.";
 }
 
 /** Each layer's heads as points on a line and their mean: what colours show, by place. Rows are those of the maps. */
-function profileOf(measure, scale, room) {
+function profileOf(measure, scale, width) {
   const own = measure.of.map((values, which) => ({ values, which })).filter(({ values }) => values);
   const layers = Math.max(...own.map(({ values }) => values.length));
-  const cell = cellFor(room, 1, layers, 1);
-  const width = clamp(room - 60, 160, 250);
+  const cell = cellFor(width, layers, 1);
   const canvas = make("canvas", {
     role: "img",
     "aria-label": `${measure.title}: the heads of each layer as points, and their mean as a line`,
@@ -513,13 +557,11 @@ function profileOf(measure, scale, room) {
   const context = sizedContext(canvas, width, layers * cell.height);
   const across = (value) => 4 + clamp(shareOf(scale, value), 0, 1) * (width - 8);
   context.fillStyle = themed("--rule");
-  const ticks = ticksBetween(scale.low, scale.high, 3);
+  const ticks = ticksBetween(scale.low, scale.high, width < 240 ? 3 : 5);
   for (const { value } of ticks) context.fillRect(across(value) - 0.5, 0, 1, layers * cell.height);
   for (const { values, which } of own) paintProfile(context, values, which, across, cell);
-  const title = two ? "Heads as points, their mean as a line" : "Heads as points, mean as a line";
   const marks = ticks.map(({ value, text }) => ({ at: across(value), text }));
-  const figure = framed([title], layers, cell, make("div", { class: "profile" }, canvas), marks, measure.unit || "value");
-  return figure;
+  return framed(["Each layer’s heads, and mean"], layers, cell, make("div", { class: "profile" }, canvas), marks, measure.unit || "value");
 }
 
 function paintProfile(context, values, which, across, cell) {
@@ -574,16 +616,19 @@ function startMaps(holder) {
   drawn(draw);
 }
 
-/** A small picture of a statistic: a pixel for each head, or a line over the layers. */
-function thumbnail(values, scale, measure) {
+/** A small picture of a statistic: a pixel for each head, clear where it has no value. */
+function thumbnail(values, scale) {
   const canvas = make("canvas", { "aria-hidden": "true" });
-  if (measure.over === "head") {
-    canvas.width = values[0].length;
-    canvas.height = values.length;
-    canvas.style.imageRendering = "pixelated";
-    const context = canvas.getContext("2d");
-    paintCells(context, values, scale, { width: 1, height: 1 }, themed("--hatch"));
-  }
+  const [layers, heads] = [values.length, values[0].length];
+  canvas.width = heads;
+  canvas.height = layers;
+  canvas.style.imageRendering = "pixelated";
+  const picture = new ImageData(heads, layers);
+  const anchors = anchorsOf(scale.diverging);
+  values.flat().forEach((value, at) => {
+    if (present(value)) picture.data.set([...colourAt(anchors, shareOf(scale, value)), 255], 4 * at);
+  });
+  canvas.getContext("2d").putImageData(picture, 0, 0);
   return canvas;
 }
 
@@ -592,7 +637,7 @@ function startThumbnails() {
     drawn(() => {
       const measure = report.measures[holder.dataset.thumbnails];
       const scaleFor = scalesOf(measure);
-      holder.replaceChildren(...mapsOf(measure).map(({ which, values }) => thumbnail(values, scaleFor(which), measure)));
+      holder.replaceChildren(...mapsOf(measure).map(({ which, values }) => thumbnail(values, scaleFor(which))));
     });
   }
 }
@@ -609,7 +654,7 @@ function glanceMaps(holder, measure) {
   const scaleFor = scalesOf(measure);
   holder.replaceChildren(
     ...mapsOf(measure).map(({ which, values }) => {
-      const picture = thumbnail(values, scaleFor(which), measure);
+      const picture = thumbnail(values, scaleFor(which));
       return two ? make("span", {}, picture, make("span", { class: "label" }, keyOf(which), shortName(which))) : make("span", {}, picture);
     }),
   );
@@ -660,26 +705,34 @@ function curveCharts(of, title) {
   return own.map((each) => ({ ...axes(each), lines: linesOf(each), model: each.which, alike: all }));
 }
 
+const powerText = (exponent) =>
+  exponent < -3 || exponent > 5 ? `1e${exponent}`.replace("-", "−") : (10 ** exponent).toLocaleString("en-US");
+
+const DECADES = 8; // of a chart by powers of ten: what is smaller is drawn at its edge
+
 /** From values to pixels; by powers of ten where positive values span more than three of them. */
 function axisOf(values, from, to) {
   const there = values.filter(present);
   let [low, high] = there.length ? [Math.min(...there), Math.max(...there)] : [0, 1];
   if (low > 0 && high / low > 1000) {
-    const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+    const last = Math.ceil(Math.log10(high));
+    const first = Math.max(Math.floor(Math.log10(low)), last - DECADES);
     const step = Math.ceil((last - first) / 5);
     const ticks = range(Math.floor((last - first) / step) + 1).map((index) => ({
       value: 10 ** (first + index * step),
-      text: `1e${String(first + index * step).replace("-", "−")}`,
+      text: powerText(first + index * step),
     }));
-    return { at: (value) => from + ((Math.log10(value) - first) / (last - first)) * (to - from), ticks, logarithmic: true };
+    const share = (value) => Math.max(0, (Math.log10(value) - first) / (last - first));
+    const edge = low < 10 ** first ? `values below ${powerText(first)} stand at the edge` : "";
+    return { at: (value) => from + share(value) * (to - from), ticks, scale: "(log scale)", edge };
   }
   if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
-  return { at: (value) => from + ((value - low) / (high - low)) * (to - from), low, high, logarithmic: false };
+  return { at: (value) => from + ((value - low) / (high - low)) * (to - from), low, high, scale: "", edge: "" };
 }
 
 function strokeOf(lines, index) {
   const { which } = lines[index];
-  if (present(which)) return { stroke: themed(`--key-${which}`), dash: which === 0 ? "" : "6 3" };
+  if (present(which)) return { stroke: themed(`--key-${which}`), dash: which === 0 || lines.length === 1 ? "" : "6 3" };
   if (lines.length <= FEW) return { stroke: LINE_COLOURS[isDark() ? "dark" : "light"][index], dash: DASHES[index % 4] };
   return { stroke: css(colourAt(anchorsOf(false), 0.3 + (0.7 * index) / (lines.length - 1))), dash: "" };
 }
@@ -695,7 +748,7 @@ function drawChart(holder, chart) {
   const { lines, points = false, height = 210, bare = false } = chart;
   const width = Math.max(160, holder.clientWidth);
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height });
-  const edges = bare ? { left: 2, right: 4, top: 4, bottom: 4 } : { left: 52, right: 10, top: 10, bottom: 34 };
+  const edges = bare ? { left: 2, right: 4, top: 4, bottom: 4 } : { left: 52, right: 10, top: 22, bottom: 34 };
   const ranged = chart.alike ?? lines;
   const x = axisOf(ranged.flatMap((line) => line.x), edges.left, width - edges.right);
   const y = axisOf(ranged.flatMap((line) => line.y), height - edges.bottom, edges.top);
@@ -705,14 +758,16 @@ function drawChart(holder, chart) {
     drawing.append(...(points ? dotsOf(line, index, x, y, style) : linesOf(line, index, x, y, style, bare)));
   });
   holder.replaceChildren();
-  if (present(chart.model)) holder.append(make("p", { class: "plot-name" }, keyOf(chart.model), models[chart.model].label));
+  if (two && present(chart.model)) holder.append(make("p", { class: "plot-name" }, keyOf(chart.model), models[chart.model].label));
   holder.append(drawing);
   if (bare) {
     drawing.setAttribute("aria-hidden", "true");
     return;
   }
-  if (lines.length > 1) holder.append(lineKey(lines, points));
-  const readout = make("p", { class: "readout", "aria-live": "polite" });
+  if (lines.length > 1 || (two && !present(chart.model))) holder.append(lineKey(lines, points));
+  const edgeNote = [...new Set([x.edge, y.edge])].filter(Boolean).join("; ");
+  if (edgeNote) holder.append(make("p", { class: "line-key" }, edgeNote));
+  const readout = make("p", { class: "heard", "aria-live": "polite" }); // the tip is for the eye
   holder.append(readout);
   followChart(drawing, readout, chart, x, y, height - edges.bottom, edges.top);
 }
@@ -730,10 +785,10 @@ function drawAxes(drawing, chart, x, y, width, height, edges) {
   for (const { value, text } of x.ticks ?? ticksBetween(x.low, x.high, chart.whole ? Math.min(wanted, Math.max(1, x.high - x.low)) : wanted)) {
     drawing.append(svg("text", { x: x.at(value), y: height - edges.bottom + 15, "text-anchor": "middle" }, text));
   }
-  const names = [chart.xLabel, x.logarithmic ? "(powers of ten)" : ""].join(" ").trim();
+  const names = `${chart.xLabel} ${x.scale}`.trim();
   drawing.append(svg("text", { x: width - edges.right, y: height - 4, "text-anchor": "end" }, `${names} →`));
-  const upright = [chart.yLabel, y.logarithmic ? "(powers of ten)" : ""].join(" ").trim();
-  if (upright) drawing.append(svg("text", { x: edges.left - 40, y: height - 4 }, `↑ ${upright}`));
+  const upright = `${chart.yLabel} ${y.scale}`.trim();
+  if (upright) drawing.append(svg("text", { x: 4, y: 11 }, `↑ ${upright}`));
 }
 
 /** A value that is not there leaves a gap. */
@@ -854,13 +909,14 @@ function startCharts() {
   for (const figure of document.querySelectorAll("[data-curve]")) {
     const of = report.curves[figure.closest("[data-section]").dataset.section][figure.dataset.curve];
     const title = figure.querySelector("h3").textContent;
-    placeCharts(figure, curveCharts(of, title).map((chart) => ({ ...chart, height: 260 })));
+    placeCharts(figure, curveCharts(of, title).map((chart) => ({ ...chart, height: 230 })));
   }
 }
 
 function placeCharts(figure, charts) {
   const plots = charts.map(() => make("div", { class: "plot" }));
   figure.append(make("div", { class: "plots" }, ...plots));
+  figure.classList.toggle("whole-width", charts.length > 1);
   charts.forEach((chart, index) => drawn(() => drawChart(plots[index], chart)));
 }
 
@@ -870,11 +926,12 @@ function placeCharts(figure, charts) {
 function decodeHalves(text) {
   const bytes = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
   const halves = new DataView(bytes.buffer);
+  const powers = range(32).map((exponent) => 2 ** (exponent - 25)); // of a fraction with 10 bits
   const floats = new Float32Array(bytes.length / 2);
   for (let index = 0; index < floats.length; index++) {
     const half = halves.getUint16(2 * index, true);
-    const [exponent, fraction] = [(half >> 10) & 31, half & 1023];
-    const size = exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -24 * fraction;
+    const exponent = (half >> 10) & 31;
+    const size = exponent ? powers[exponent] * (1024 + (half & 1023)) : powers[1] * (half & 1023);
     floats[index] = half & 0x8000 ? -size : size;
   }
   return floats;
@@ -973,14 +1030,15 @@ function textOf(element, which, example) {
     colour(scale) {
       colourTokens(tokens, masses, scale);
       sums.textContent = sumsOf(example, masses, layer, head);
-      place.replaceChildren(legendOf(scale, "mass of a token", false));
+      place.replaceChildren(legendOf(scale, "mass of a token", { negative: "tokens with dots below are negative" }));
     },
     drawMap(scale) {
       const room = element.clientWidth;
+      const cell = cellFor(Math.min(room, 420), example.layers, example.heads, { height: two ? 320 : 420 });
       drawnMap = heatMap({
         values: example.answer,
         scale,
-        cell: cellFor(room, room > 900 ? 2 : 1, example.layers, example.heads),
+        cell,
         title: ["Mass on the answer"],
         label: `Mass on the answer${two ? `, ${models[which].label}` : ""}`,
         onPoint: (overLayer, overHead, box) => {
@@ -995,7 +1053,7 @@ function textOf(element, which, example) {
         },
         onChoose: (toLayer, toHead) => text.onChoose(toLayer, toHead),
       });
-      drawnMap.element.append(legendOf(scale, "", false));
+      drawnMap.element.append(legendOf(scale, "", { width: example.heads * cell.width }));
       map.replaceChildren(drawnMap.element);
       markMap();
     },
@@ -1029,8 +1087,8 @@ function sumsOf(example, masses, layer, head) {
   const start = first === 0 ? 0 : masses[0];
   const rest = sum(masses) - answer - start;
   const of = present(head) ? `Layer ${layer}, head ${head}` : present(layer) ? `Layer ${layer}, mean of its heads` : "Mean of all heads";
-  const first_token = first === 0 ? "" : `${written(roundMass(start))} on the first token, `;
-  return `${of}: ${written(roundMass(answer))} on the answer, ${first_token}${written(roundMass(rest))} on all other tokens.`;
+  const firstToken = first === 0 ? "" : `${written(roundMass(start))} on the first token, `;
+  return `${of}: ${written(roundMass(answer))} on the answer, ${firstToken}${written(roundMass(rest))} on all other tokens.`;
 }
 
 function colourTokens(tokens, masses, scale) {
@@ -1119,7 +1177,7 @@ startGlance();
 startThumbnails();
 for (const holder of document.querySelectorAll("[data-maps]")) startMaps(holder);
 startCharts();
-for (const holder of document.querySelectorAll("[data-examples]")) startExamples(holder);
+for (const holder of document.querySelectorAll("[data-examples]")) tasks.push(() => startExamples(holder));
 startContents();
 addEventListener("hashchange", followHash);
-followHash();
+work();

@@ -33,25 +33,24 @@ def fixed(value: float | None, decimals: int) -> str:
 
 
 def decimals_of(values: Iterable[float | None]) -> int | None:
-    """Decimals that give a column's middling value four digits; None: its values need an exponent."""
+    """Decimals that give a column's middling value four digits; None: some value would then be written as 0."""
     sizes = sorted(abs(value) for value in values if value)
-    if not sizes or all(size.is_integer() for size in sizes):
+    if not sizes or all(float(size).is_integer() for size in sizes):
         return 0
-    middling = sizes[len(sizes) // 2]
-    if middling < SMALLEST:
-        return None
-    return min(6, max(0, 3 - math.floor(math.log10(middling))))
+    decimals = min(6, max(0, 3 - math.floor(math.log10(sizes[len(sizes) // 2]))))
+    return decimals if sizes[0] >= 0.5 * 10**-decimals else None
 
 
 def column(values: list[float | None]) -> list[str]:
-    """A column of numbers that line up."""
+    """A column of numbers that line up, or of four digits each where they lie too far apart for that."""
     decimals = decimals_of(values)
-    return [number(value) if decimals is None else fixed(value, decimals) for value in values]
+    return [number(value, digits=4) if decimals is None else fixed(value, decimals) for value in values]
 
 
-def cell(value: str | float | None) -> str:
-    """A cell of a `Table`: words as they are, numbers with four digits."""
-    return value if isinstance(value, str) else number(value, digits=4)
+def cells(values: list[str | float | None]) -> list[str]:
+    """A column of a `Table`: words as they are, and numbers that line up."""
+    numbers = iter(column([value for value in values if not isinstance(value, str)]))
+    return [value if isinstance(value, str) else next(numbers) for value in values]
 
 
 def setting(value: Any) -> str:
