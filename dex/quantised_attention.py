@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dex.stats import attention_by, by_group, logits_of_seen_keys
+from dex.stats import attention_by, by_group, logits_in_blocks
 
 Scope = Literal["tensor", "head"]
 
@@ -85,7 +85,7 @@ def attend_quantised(
     step = _largest(query, key, mask, scaling, per, block) / (2 ** (bits - 1) - 1)
     step = step.clamp(min=torch.finfo(step.dtype).tiny)  # all logits 0
     attended = query.new_empty(*query.shape[:3], value.shape[-1])
-    for rows, logits, seen in logits_of_seen_keys(query, key, mask, scaling, block):
+    for rows, logits, seen in logits_in_blocks(query, key, mask, scaling, block):
         logits.div_(step).round_().mul_(step)
         # The lowest float, which unseen keys have, may have become −inf: a row that sees no key would be NaN.
         p = logits.masked_fill_(~seen, torch.finfo(logits.dtype).min).softmax(-1)
@@ -96,7 +96,7 @@ def attend_quantised(
 def _largest(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, per: Scope, block: int) -> Tensor:
     """The largest |z| that is seen: [B, 1, 1, 1] for "tensor", [B, H, 1, 1] for "head"."""
     largest = query.new_zeros(*query.shape[:2], 1, 1)
-    for _, logits, seen in logits_of_seen_keys(query, key, mask, scaling, block):
+    for _, logits, seen in logits_in_blocks(query, key, mask, scaling, block):
         found = logits.masked_fill_(~seen, 0.0).abs_().amax((2, 3), keepdim=True)
         largest = torch.maximum(largest, found)
     return largest.amax(1, keepdim=True) if per == "tensor" else largest

@@ -20,7 +20,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dex.analyze.example import at_queries
 from dex.analyze.left_out import LeftOut
 from dex.analyze.records import Findings, Statistic, numbers
 from dex.analyze.subject import FIRST_POSITION, Passage, Progress, Subject
@@ -147,7 +146,7 @@ def passage_masses(subject: Subject, passage: Passage) -> Tensor:
         key = maps.first.key
         value = spans.to(key.device).expand(1, key.shape[1], -1, -1)  # [1, G, T, 2]
         for start in range(0, len(passage.queries), QUERIES):
-            asked = at_queries(maps, passage.queries[start : start + QUERIES])
+            asked = maps.at(passage.queries[start : start + QUERIES])
             totals[maps.layer_idx] += asked.attend(value)[0].cpu().double().sum(1)
 
     for_each_layer(subject.model, [{"input_ids": torch.tensor([passage.ids])}], take)

@@ -10,7 +10,6 @@ Only the rows of the queries are formed: O(n·T) a head, and a block of them at 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -71,7 +70,7 @@ def query_masses(subject: Subject, passage: Passage, progress: Progress) -> Tens
     masses = torch.zeros(len(subject.layers), subject.num_heads, len(passage.ids), dtype=torch.float64)
 
     def take(maps: LayerMaps, _: Tensor) -> None:
-        for block in at_queries(maps, passage.queries).blocks():
+        for block in maps.at(passage.queries).blocks():
             masses[maps.layer_idx] += block.map[0].double().sum(1).cpu() / len(passage.queries)
 
     batch = {"input_ids": torch.tensor([passage.ids])}
@@ -79,22 +78,6 @@ def query_masses(subject: Subject, passage: Passage, progress: Progress) -> Tens
     if not masses.isfinite().all():
         raise NotFinite("The attention maps are not numbers; try another dtype, such as float32.")
     return masses
-
-
-def at_queries(maps: LayerMaps, queries: Sequence[int]) -> LayerMaps:
-    """The same maps, of these queries alone."""
-    key = maps.first.key
-    index = torch.tensor(list(queries), device=key.device)
-    if maps.mask is None:  # causal
-        seen = (torch.arange(key.shape[2], device=key.device) <= index[:, None])[None, None]
-    else:
-        seen = maps.mask[:, :, index]
-    first, second = (
-        None if each is None else each._replace(query=each.query[:, :, index]) for each in (maps.first, maps.second)
-    )
-    assert first is not None
-    lam = None if maps.lam is None else maps.lam[:, :, index]
-    return replace(maps, first=first, second=second, lam=lam, mask=seen)
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from dex.analyze.attention import (
     leave_out_short_texts,
     refuse_what_is_not_finite,
 )
-from dex.analyze.example import at_queries
 from dex.analyze.records import Findings, FirstToken, Signs, Statistic, numbers
 from dex.analyze.subject import FIRST_POSITION, Passage, Progress, Settings, Subject
 from dex.attention_maps import LayerMaps, MapBlock, for_each_layer
@@ -200,7 +199,7 @@ def _of_passage(subject: Subject, passage: Passage, sums: HeadSums) -> Tensor:
         rows = rows_of_block(maps)
         for start in range(0, len(passage.queries), rows):
             some = passage.queries[start : start + rows]
-            asked = at_queries(maps, some)
+            asked = maps.at(some)
             counted = torch.ones(1, len(some), dtype=torch.bool)
             for block in asked.blocks(rows):
                 block = of_keys(block, first_key, None)

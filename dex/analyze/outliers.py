@@ -28,7 +28,7 @@ from dex.analyze.magnitudes import Magnitudes
 from dex.analyze.records import Findings, Statistic, numbers
 from dex.analyze.subject import Progress, Subject
 from dex.attention_maps import LayerMaps, for_each_layer
-from dex.stats import logits_of_seen_keys
+from dex.stats import logits_in_blocks
 
 
 class Outliers(NamedTuple):
@@ -76,7 +76,7 @@ def _add_logits(maps: LayerMaps, real: torch.Tensor, magnitudes: Magnitudes) -> 
         if of_map is None:
             continue
         query, key = (each.float() for each in of_map)
-        for rows, logits, seen in logits_of_seen_keys(query, key, maps.mask, maps.scaling):
+        for rows, logits, seen in logits_in_blocks(query, key, maps.mask, maps.scaling):
             magnitudes.update(logits, seen & real[:, None, rows, None])
 
 
