@@ -8,11 +8,20 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
+from transformers import PretrainedConfig
 
 from dex.card import write_adapter_card, write_lora_card
 from dex.errors import DexError
 from dex.heads import HeadPlan
-from dex.models import LoadedModel, hub_errors_explained, load_model, save_tokenizer
+from dex.models import (
+    ANY,
+    LoadedModel,
+    ModelSource,
+    hub_errors_explained,
+    load_model,
+    load_outline,
+    save_tokenizer,
+)
 from dex.output import whole_folder
 from dex.tuner import DexConfig
 
@@ -80,6 +89,14 @@ def read_adapter_config(adapter: str) -> DexConfig | LoraConfig:
     if not config.base_model_name_or_path:
         raise DexError(f"{adapter} does not say which base it belongs to (base_model_name_or_path is empty).")
     return config
+
+
+def base_outline(model: str, revision: str | None) -> tuple[PretrainedConfig, ModelSource]:
+    """The config of a model in any layout, or of an adapter's base, and where it is; no weights are read."""
+    if not is_adapter(model):
+        return load_outline(model, revision, ANY)
+    adapter = read_adapter_config(model)
+    return load_outline(adapter.base_model_name_or_path or "", adapter.revision)
 
 
 def load_adapter(adapter: str, dtype: str = "auto") -> tuple[PeftModel, LoadedModel]:

@@ -4,7 +4,8 @@
     map_i = softmax(s q_i·k_j)                                     a stock head
 
 Nothing is computed here that is O(T²): `LayerMaps` holds queries and keys, of which `dex.stats` makes what is linear
-in the maps without them, and `blocks` makes the maps themselves, a block of queries at a time.
+in the maps without them, and `blocks` makes the maps themselves, a block of queries at a time; `parts` are those
+of some queries alone.
 
     B batch   T queries   S keys   H heads (of a DIFF layout: its diff heads)   G key/value heads   D head_dim
 """
@@ -22,6 +23,10 @@ from torch import Tensor
 from dex.stats import attend, evaluating, logits_in_blocks, observed_attention, real_tokens_first
 
 SIGNED = ("diff_v1", "diff_v2", "diffllama")  # model types whose heads have two maps
+
+# Of a block of maps: 2 MB, since passes over what falls out of the cache cost up to four times as much.
+ENTRIES = 2**19
+LEAST, MOST = 16, 128  # queries of a block: with fewer, reading the keys costs more than the products
 
 
 class QueryKey(NamedTuple):
@@ -88,8 +93,19 @@ class LayerMaps:
         lam = None if self.lam is None else self.lam[:, :, index]
         return replace(self, first=first, second=second, lam=lam, mask=seen)
 
-    def blocks(self, block: int = 64) -> Iterator[MapBlock]:
-        """The maps, `block` queries at a time: O(block × S) memory."""
+    def parts(self, queries: Sequence[int]) -> Iterator[LayerMaps]:
+        """The same maps, of as many of these queries at a time as a block has: their mask is O(block × S) too."""
+        for start in range(0, len(queries), self.rows_of_block):
+            yield self.at(queries[start : start + self.rows_of_block])
+
+    @property
+    def rows_of_block(self) -> int:
+        B, H = self.first.query.shape[:2]
+        return min(MOST, max(LEAST, ENTRIES // (B * H * self.first.key.shape[2])))
+
+    def blocks(self, block: int | None = None) -> Iterator[MapBlock]:
+        """The maps, `block` queries at a time, by default `rows_of_block`: O(block × S) memory."""
+        block = block or self.rows_of_block
         first = self._probabilities(self.first, block)
         if self.second is None:
             for rows, p, seen in first:

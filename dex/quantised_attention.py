@@ -29,22 +29,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dex.stats import attention_by, by_group, logits_in_blocks
+from dex.stats import attend, attention_by, by_group, logits_in_blocks
 
 Scope = Literal["tensor", "head"]
 
 IMPLEMENTATION = "dex_quantised"
-_settings: ContextVar[tuple[int, Scope]] = ContextVar("dex_quantised_settings")
+_settings: ContextVar[tuple[int | None, Scope]] = ContextVar("dex_quantised_settings")
 
 
 @contextmanager
-def quantised_logits(model: PreTrainedModel, bits: int, per: Scope) -> Iterator[None]:
+def quantised_logits(model: PreTrainedModel, bits: int | None, per: Scope) -> Iterator[None]:
     """Within the block, every attention layer of `model`, a stock or DIFF one, rounds its logits; nothing is patched.
 
     The logits and what follows are float32 whatever the model's dtype; the outputs have the model's. Without dropout.
+    bits None: nothing is rounded, so that a difference from it is due to rounding alone.
     Raises ValueError for fewer than 2 bits, DexError for a model whose attention is fixed.
     """
-    if bits < 2:
+    if bits is not None and bits < 2:
         raise ValueError(f"{bits} bits have no level besides 0; give at least 2.")
     token = _settings.set((bits, per))
     try:
@@ -63,7 +64,11 @@ def _forward(
     scaling: float,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    attended = attend_quantised(query, key, value, attention_mask, scaling, *_settings.get())
+    bits, per = _settings.get()
+    if bits is None:
+        attended, _ = attend(query, key, value, attention_mask, scaling)
+    else:
+        attended = attend_quantised(query, key, value, attention_mask, scaling, bits, per)
     return attended.to(query.dtype).transpose(1, 2).contiguous(), None  # [B, T, H, C]
 
 

@@ -33,6 +33,8 @@ from transformers.masking_utils import sdpa_mask
 
 from dex.errors import DexError
 
+FIRST_POSITION = 32  # queries before it are not counted: they see few tokens, so their entropy is low by construction
+
 # ---- statistics of one layer -------------------------------------------------------------------------------
 
 
@@ -112,7 +114,7 @@ def _seen_keys(mask: Tensor | None, rows: slice, T: int, S: int, device: torch.d
 def attention_entropy(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
-    first_position: int = 32,
+    first_position: int = FIRST_POSITION,
     on_progress: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Mean attention entropy of every head, [L, H] float64: high where a head looks at many tokens at once.

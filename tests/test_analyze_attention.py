@@ -11,11 +11,13 @@ from eager_maps import KINDS, HeadMaps, eager_maps, real_rows, subject_of
 from test_stats import LargestTensor
 from tiny import tiny_diff_v1, tiny_model, tokens
 
+from dex import attention_maps
 from dex.analyze import attention
 from dex.analyze.left_out import LeftOut
 from dex.analyze.records import Findings
-from dex.analyze.subject import FIRST_POSITION, Passage, Subject
+from dex.analyze.subject import Passage, Subject
 from dex.errors import NotFinite
+from dex.stats import FIRST_POSITION
 
 SIGNED = ("diff-v1", "diff-v2", "diff-v2-sliding", "diffllama")
 PASSAGES = [
@@ -85,7 +87,7 @@ def expected(subject: Subject) -> dict[str, torch.Tensor]:
 def test_every_statistic_is_that_of_the_explicit_maps(
     kind: str, side: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "QUERIES", 2)  # so that a passage's queries come in several parts
+    monkeypatch.setattr(attention_maps, "MOST", 2)  # so that a passage's queries come in several parts
     subject = subject_of(kind, side=side, batch_size=batch_size, passages=PASSAGES)
     found, oracle = values(analyze(subject)), expected(subject)
     assert found.keys() == oracle.keys()
@@ -102,9 +104,9 @@ def test_the_treatment_of_signs_and_of_the_first_token_is_named(kind: str) -> No
     }
     signs = "raw" if kind in SIGNED else None
     assert named["first_token_mass"] == (signs, "counted")
-    assert named["answer_mass"] == (signs, None)
+    assert named["answer_mass"] == (signs, "counted")
     assert named["other_mass"] == (signs, "left out")
-    assert {named[name] for name in named if name.startswith("entropy")} == {(None, None)}
+    assert {named[name] for name in named if name.startswith("entropy")} == {(None, "counted")}
 
 
 @pytest.mark.parametrize("kind", ["llama", "diff-v1"])

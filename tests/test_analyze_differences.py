@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_statistic_has_the_shape_that_it_says(over: str, values: Any) -> None:
 
 def test_numbers_that_are_not_finite_are_no_numbers() -> None:
     assert numbers([[0.123456789, float("nan")], [float("inf"), 1]]) == [[0.123457, None], [None, 1.0]]
-    assert number(-0.0) == 0.0
+    assert math.copysign(1.0, numbers(-0.0)) == 1.0
+    assert number(None) is None
     with pytest.raises(ValidationError):
         statistic("x", float("nan"), "model")

@@ -32,6 +32,10 @@ def shown(subject: Subject) -> Example:
     return found
 
 
+def close(found: Any, expected: torch.Tensor, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, atol=1e-6, rtol=rtol)
+
+
 @pytest.mark.parametrize(
     "kind", ["llama", "qwen2-sliding", "attached", "diff-v1", "diff-v2", "diff-v2-sliding", "diffllama"]
 )
@@ -39,10 +43,8 @@ def test_masses_are_the_mean_of_the_queries_rows_of_explicit_maps(kind: str) -> 
     subject = subject_of(kind, passages=[PASSAGE, Passage([1, 2], (0, 1), [1])])
     found = shown(subject)
     expected = [of.map[:, PASSAGE.queries].mean(1) for of in eager_maps(subject.model, PASSAGE.ids)]
-    torch.testing.assert_close(
-        torch.tensor(found.masses, dtype=torch.float64), torch.stack(expected), atol=5.1e-5, rtol=0
-    )  # they are rounded to four decimals
-    assert (found.span, found.queries, len(found.tokens)) == (PASSAGE.span, PASSAGE.queries, 44)
+    close(found.masses, torch.stack(expected), rtol=6e-4)  # they are rounded to four digits
+    assert (found.start, found.span, found.queries, len(found.tokens)) == (0, PASSAGE.span, PASSAGE.queries, 44)
 
 
 def test_many_queries_are_taken_a_block_at_a_time() -> None:
@@ -65,11 +67,36 @@ def test_of_a_long_passage_the_part_around_the_answer_is_shown(
     assert (len(found.tokens), len(found.masses[0][0])) == (50, 50)
     whole = readable(passage.ids, subject.evaluated.tokenizer)
     assert found.tokens[slice(*found.span)] == whole[slice(*place)][:50]
-    begin = place[0] - found.span[0]
+    begin = found.start
+    assert begin == place[0] - found.span[0]
     assert found.queries == [query - begin for query in passage.queries if query < begin + 50]
     assert f"tokens {begin} to {begin + 49} of 400" in found.meaning
-    masses = example.query_masses(subject, passage, lambda *_: None)[..., begin : begin + 50]
-    torch.testing.assert_close(torch.tensor(found.masses, dtype=torch.float64), masses, atol=5.1e-5, rtol=0)
+    masses = example.query_masses(subject, passage, lambda *_: None)
+    close(found.masses, masses[..., begin : begin + 50], rtol=5.1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "diff-v1"])
+@pytest.mark.parametrize("place", [(250, 260), (20, 380)])
+def test_the_sums_beside_a_part_are_those_of_the_whole_text(
+    kind: str, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "SHOWN", 50)
+    passage = Passage(tokens(1, 400, 1)[0].tolist(), place, [390, 399])
+    subject = subject_of(kind, passages=[passage])
+    found = shown(subject)
+    rows = torch.stack([of.map[:, passage.queries].mean(1) for of in eager_maps(subject.model, passage.ids)])
+    assert found.start > 0
+    close(found.on_first, rows[..., 0])
+    close(found.on_answer, rows[..., slice(*place)].sum(-1))
+    close(found.on_all, rows.sum(-1))
+
+
+def test_small_masses_keep_their_digits() -> None:
+    """Attention spread evenly over 3,000 tokens gives each of them 1/3000, which four decimals would change."""
+    subject = subject_of("llama", passages=[Passage(tokens(1, 3000, 1)[0].tolist(), (5, 9), [2999])])
+    with torch.no_grad():
+        subject.layers[0].self_attn.q_proj.weight.zero_()
+    assert set(torch.tensor(shown(subject).masses[0], dtype=torch.float64).unique().tolist()) == {3.333e-4}
 
 
 def test_only_the_rows_of_the_queries_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:

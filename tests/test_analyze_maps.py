@@ -14,11 +14,13 @@ from hypothesis.extra.numpy import arrays
 from test_attention_mass import Largest
 from tiny import tiny_diff_v1, tiny_model, tokens
 
+from dex import attention_maps
 from dex.analyze import maps
 from dex.analyze.left_out import LeftOut
 from dex.analyze.records import Findings, Signs
-from dex.analyze.subject import FIRST_POSITION, Passage, Subject
+from dex.analyze.subject import Passage, Subject
 from dex.errors import NotFinite
+from dex.stats import FIRST_POSITION
 
 SIGNED = ("diff-v1", "diff-v2", "diff-v2-sliding", "diffllama")
 SIGNS = get_args(Signs)
@@ -171,8 +173,8 @@ def check(subject: Subject, entries_off: int = 0) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_statistic_is_that_of_the_explicit_maps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maps, "LEAST", 7)  # the last block is not full
-    monkeypatch.setattr(maps, "ENTRIES", 1)
+    monkeypatch.setattr(attention_maps, "LEAST", 7)  # the last block is not full
+    monkeypatch.setattr(attention_maps, "ENTRIES", 1)
     side, batch_size = ("left", 3) if KINDS.index(kind) % 2 else ("right", 1)
     check(subject_of(kind, (60, 47), side=side, batch_size=batch_size, passages=PASSAGES, threshold=0.01))
 
@@ -290,6 +292,18 @@ def test_the_treatment_of_signs_and_of_the_first_token_is_named(kind: str, first
     assert ("signed_first_token_mass" in named) == first_counted
 
 
+@pytest.mark.parametrize("signs", SIGNS)
+@pytest.mark.parametrize("first_counted", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "diff-v2"])
+def test_the_remark_speaks_of_the_same_maps_as_the_statistic(kind: str, first_counted: bool, signs: Any) -> None:
+    findings = analyze(subject_of(kind, (40,), signs=signs, count_first_token=first_counted))
+    (sparsity,) = (one for one in findings.statistics if one.name == "sparsity")
+    assert f"entries of {maps.OF_MAP[sparsity.signs or 'raw']} whose" in sparsity.meaning
+    assert any(
+        one.startswith(f"Of the entries of {maps.OF_MAP[sparsity.signs or 'raw']}, ") for one in findings.remarks
+    )
+
+
 def test_the_threshold_is_named() -> None:
     (sparsity,) = analyze(subject_of("llama", threshold=0.0025)).statistics
     assert "below 0.0025" in sparsity.meaning
@@ -329,7 +343,7 @@ def test_a_model_that_gives_no_numbers_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "diff-v1", "diff-v2"])
 def test_no_tensor_is_larger_than_a_block_of_maps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maps, "ENTRIES", 1)  # blocks of LEAST queries
+    monkeypatch.setattr(attention_maps, "ENTRIES", 1)  # blocks of LEAST queries
     sizes = []
     for length in (64, 128, 256):
         passage = Passage(tokens(1, length)[0].tolist(), (10, 20), list(range(20, length, length // 8)))
@@ -339,4 +353,4 @@ def test_no_tensor_is_larger_than_a_block_of_maps(kind: str, monkeypatch: pytest
         sizes.append(largest.elements)
     assert sizes[1:] == [2 * sizes[0], 4 * sizes[0]]
     wide = 8 * 2 * 16  # of a DIFF V1's queries, which are padded; a block of maps is 4 heads × 16 queries a key
-    assert sizes[0] <= 64 * max(wide, subject.num_heads * maps.LEAST)
+    assert sizes[0] <= 64 * max(wide, subject.num_heads * attention_maps.LEAST)

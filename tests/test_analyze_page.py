@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from html.parser import HTMLParser
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ import pytest
 from browser import complaints, emulate
 from numpy.typing import NDArray
 
-from dex.analyze.page import render, written
-from dex.analyze.page.content import Page, layer_values, summary
+from dex.analyze import sections
+from dex.analyze.differences import differences
+from dex.analyze.page import SCRIPTS, render, written
+from dex.analyze.page.content import SECTIONS, Page, layer_values, summary
 from dex.analyze.page.data import data_of
 from dex.analyze.records import (
+    NEWLINE,
     Curve,
     Example,
     Findings,
@@ -191,7 +195,10 @@ def landscape(random: np.random.Generator) -> Findings:
     )
 
 
-def example(random: np.random.Generator, layers: int, heads: int, *, signed: bool, length: int) -> Findings:
+def example(
+    random: np.random.Generator, layers: int, heads: int, *, signed: bool, length: int, start: int = 0
+) -> Findings:
+    """start: tokens before the part that is shown, which take 0.3 of each head's mass, the first of them 0.2."""
     tokens = [" " * (place > 0 and word.isalnum()) + word for place, word in enumerate(WORDS.split("|"))]
     tokens = (tokens * (length // len(tokens) + 1))[:length]
     span = (10, 11) if length < 20 else (10, 13)
@@ -201,14 +208,20 @@ def example(random: np.random.Generator, layers: int, heads: int, *, signed: boo
     masses /= masses.sum(-1, keepdims=True)
     if signed:
         masses -= 0.6 * random.dirichlet(np.full(length, 0.3), (layers, heads))
+    before = 0.3 if start else 0.0
+    masses = np.round((1 - before) * masses, 4)
     return Findings(
         example=Example(
             title="Who attends to the answer",
             meaning="How much of each head’s attention from the 4 tokens that ask for the answer goes to each token.",
-            tokens=tokens,
+            start=start,
+            tokens=[token.replace("\n", NEWLINE) for token in tokens],
             span=span,
             queries=[length - 4, length - 3, length - 2, length - 1],
-            masses=np.round(masses, 4).tolist(),
+            masses=masses.tolist(),
+            on_answer=numbers(masses[..., slice(*span)].sum(-1)),
+            on_first=np.full((layers, heads), 0.2).tolist() if start else numbers(masses[..., 0]),
+            on_all=numbers(before + masses.sum(-1)),
         )
     )
 
@@ -223,13 +236,14 @@ def made_up_model(
     dex: bool = False,
     signed: bool = False,
     length: int = 120,
+    start: int = 0,
     more: int = 0,
 ) -> ModelReport:
     """more: further head statistics."""
     random = np.random.default_rng(seed)
     sections = {
         "attention": attention(random, layers, heads, sharper=0.5 * dex + 0.3 * signed, signed=signed),
-        "example": example(random, layers, heads, signed=signed, length=length),
+        "example": example(random, layers, heads, signed=signed, length=length, start=start),
         "importance": importance(random, layers, heads, label),
         "landscape": landscape(random),
     }
@@ -388,16 +402,110 @@ def test_the_overview_comes_first_and_then_what_was_left_out() -> None:
     assert places == sorted(places)
 
 
+def test_every_section_of_the_command_has_a_place_on_the_page() -> None:
+    assert list(SECTIONS) == list(sections.SECTIONS)
+
+
 def test_sections_have_their_order_and_headlines_come_first() -> None:
     model = adapter(layers=4, heads=3, length=30)
-    shuffled = {"landscape": model.sections["landscape"], "of_my_own": Findings(remarks=["It is."]), **model.sections}
+    shuffled = {"landscape": model.sections["landscape"], **model.sections}
     page = Page(made_up_report(model.model_copy(update={"sections": shuffled})))
-    names = ["branch", "attention", "example", "importance", "landscape", "of_my_own"]
+    names = ["branch", "attention", "example", "importance", "landscape"]
     assert [section.name for section in page.sections] == names
-    assert page.sections[-1].title == "Of my own"
     headlines = [each.one.headline for each in page.sections[1].measures]
     assert headlines == sorted(headlines, reverse=True)
     assert [each.one.name for each in page.sections[1].over("head")] == ["entropy", "answer", "first_token"]
+
+
+def with_other_meanings(model: ModelReport, meaning: str) -> ModelReport:
+    """All that the model says of its statistics, curves, tables and example is `meaning`, with the name before it."""
+    change: dict[str, Findings] = {}
+    for section, found in model.sections.items():
+        change[section] = found.model_copy(
+            update={
+                kind: [one.model_copy(update={"meaning": f"{one.name}: {meaning}"}) for one in getattr(found, kind)]
+                for kind in ("statistics", "curves", "tables")
+            }
+        )
+        if found.example is not None:
+            own = found.example.model_copy(update={"meaning": f"example: {meaning}"})
+            change[section] = change[section].model_copy(update={"example": own})
+    return model.model_copy(update={"sections": change})
+
+
+def test_what_means_the_same_for_both_models_is_said_once_and_what_does_not_of_each() -> None:
+    size: dict[str, Any] = {"layers": 4, "heads": 3, "length": 30}
+    first, alike, other = base(**size), base(**size), with_other_meanings(diff_model(**size), "Other.")
+    alike = alike.model_copy(update={"label": "tuned"})
+    named = ["entropy", "entropy_layer", "largest", "spectrum", "hessian"]  # of a head, layer, model; curve, table
+    own = {one.name: one.meaning for found in first.sections.values() for one in _all_of(found)}
+    found = first.sections["example"].example
+    assert found is not None
+    own["example"] = found.meaning
+    once, apart = (Outline(render(made_up_report(first, second))).text for second in (alike, other))
+    for name in [*named, "example"]:
+        assert once.count(own[name]) == 1
+        assert f"SmolLM2-135M : {own[name]}" not in once
+        assert f"SmolLM2-135M : {own[name]} diff-v1-small : {name}: Other." in apart
+
+
+def _all_of(found: Findings) -> list[Statistic | Curve | Table]:
+    return [*found.statistics, *found.curves, *found.tables]
+
+
+def test_treatments_that_differ_are_said_of_each_model() -> None:
+    one = Statistic(name="s", title="S", meaning="M.", over="layer", values=[1.0], first_token="counted", signs=None)
+    two = one.model_copy(update={"first_token": "left out", "signs": "clipped"})
+    size: dict[str, Any] = {"layers": 1, "heads": 2, "length": 30}
+    models = [
+        model.model_copy(update={"sections": {"maps": Findings(statistics=[own])}})
+        for model, own in ((base(**size), one), (diff_model(**size), two))
+    ]
+    (measure,) = Page(made_up_report(*models)).sections[0].measures
+    assert measure.meanings == [(None, "M.")]
+    assert measure.treatment == [
+        (None, "Negative weights count as 0."),
+        (0, "A text’s first token is counted."),
+        (1, "A text’s first token is left out."),
+    ]
+
+
+def test_a_difference_says_what_both_models_mean_where_it_is_not_the_same() -> None:
+    size: dict[str, Any] = {"layers": 2, "heads": 2, "length": 30}
+    first = base(**size)
+    made, _ = differences(first, with_other_meanings(diff_model(**size), "Other."))
+    largest = next(one for one in made if one.name == "largest")
+    assert largest.meaning == (
+        "diff-v1-small minus SmolLM2-135M. SmolLM2-135M: Of the Hessian. diff-v1-small: largest: Other."
+    )
+    made, _ = differences(first, first.model_copy(update={"label": "tuned"}))
+    assert next(one for one in made if one.name == "largest").meaning == "tuned minus SmolLM2-135M. Of the Hessian."
+
+
+def test_the_table_of_layers_has_the_models_difference_with_its_own_decimals() -> None:
+    one = Statistic(name="s", title="S", meaning="M.", over="head", values=[[1.25, None], [3.0, 5.0]])
+    two = one.model_copy(update={"values": [[1.2512, 2.0], [3.0, 5.004]]})
+    size: dict[str, Any] = {"layers": 2, "heads": 2, "length": 30}
+    models = [
+        model.model_copy(update={"sections": {"maps": Findings(statistics=[own])}})
+        for model, own in ((base(**size), one), (adapter(**size), two))
+    ]
+    report = made_up_report(*models)
+    change = one.model_copy(update={"values": [[0.0012, None], [0.0, 0.004]]})
+    page = Page(report.model_copy(update={"differences": [change]}))
+    (group,) = page.sections[0].layers
+    # Of heads that both have: not the difference of the two means, which are over other heads in layer 0.
+    assert group.columns == [(0, ["1.250", "4.000"]), (1, ["1.626", "4.002"]), (None, ["0.001200", "0.002000"])]
+    (without,) = Page(report.model_copy(update={"differences": []})).sections[0].layers
+    assert [index for index, _ in without.columns] == [0, 1]
+
+
+def test_every_script_of_the_folder_is_on_the_page() -> None:
+    folder = files("dex.analyze.page")
+    assert sorted(SCRIPTS) == sorted(each.name for each in folder.iterdir() if each.name.endswith(".js"))
+    page = render(reports()["one"])
+    places = [page.index(folder.joinpath(name).read_text(encoding="utf-8")) for name in SCRIPTS]
+    assert places == sorted(places)
 
 
 NASTY = "</script><script>alert(1)</script>"
@@ -407,7 +515,7 @@ def test_whatever_models_and_tokenizers_say_is_escaped() -> None:
     model = adapter(layers=2, heads=2, length=30)
     example = model.sections["example"].example
     assert example is not None
-    tokens = [NASTY, "<!--", "]]>", "&amp;", '"', "'", "\u2028", "\n", "", "   ", "\x00", *example.tokens[11:]]
+    tokens = [NASTY, "<!--", "]]>", "&amp;", '"', "'", "\u2028", "⏎", "", "   ", "\x00", *example.tokens[11:]]
     nasty = model.model_copy(
         update={
             "label": NASTY,
@@ -502,12 +610,14 @@ SIZE: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "length": 40}
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of the pages of one model, of two, and of a DIFF model."""
+    """Addresses of the pages of one model, of two, of a DIFF model, of a base beside it, and of parts of a text."""
     folder = tmp_path_factory.mktemp("pages")
     made = {
         "one": made_up_report(adapter(**SIZE)),
         "two": made_up_report(base(more=2, **SIZE), adapter(more=2, **SIZE)),
         "diff": made_up_report(diff_model(**SIZE)),
+        "base and diff": made_up_report(base(**SIZE), with_other_meanings(diff_model(**SIZE), "Other.")),
+        "part": made_up_report(base(start=1090, **SIZE), adapter(start=1100, **SIZE)),
     }
     for name, report in made.items():
         (folder / f"{name}.html").write_text(render(report), encoding="utf-8")
@@ -554,7 +664,14 @@ def value_of(model: ModelReport, name: str, layer: int, head: int) -> str:
 
 @pytest.mark.parametrize(
     ("which", "screen"),
-    [("one", {}), ("two", {}), ("diff", {"dark": True}), ("one", {"width": 360}), ("two", {"width": 360})],
+    [
+        ("one", {}),
+        ("two", {}),
+        ("base and diff", {"dark": True}),
+        ("part", {}),
+        ("one", {"width": 360}),
+        ("two", {"width": 360}),
+    ],
     ids=str,
 )
 def test_a_browser_draws_the_page_without_complaints(
@@ -681,6 +798,70 @@ def test_the_text_shows_the_masses_of_the_chosen_head(browser: Any, pages: dict[
     assert find(browser, ".sums").text.startswith("Layer 2, head 3: ")
     layer.select_by_visible_text("all layers (mean)")
     assert find(browser, ".sums").text.startswith("Mean of all heads: ")
+
+
+def test_of_a_part_of_a_text_positions_and_sums_are_those_of_the_whole_text(
+    browser: Any, pages: dict[str, str]
+) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    visit(browser, pages["part"])
+    found = base(start=1090, **SIZE).sections["example"].example
+    assert found is not None
+    answer, every = np.array(found.on_answer), np.array(found.on_all)
+    layer, head = (Select(each) for each in browser.find_elements("css selector", ".choices select")[:2])
+
+    def sums(who: str, answer: float, every: float) -> str:
+        on, rest = (written.number(float(f"{mass:.3g}")) for mass in (answer, every - answer - 0.2))
+        return f"{who}: {on} on the answer, 0.200 on the first token, {rest} on all other tokens."
+
+    layer.select_by_visible_text("4")
+    head.select_by_visible_text("1")
+    assert find(browser, ".sums").text == sums("Layer 4, head 1", answer[4, 1], every[4, 1])
+    head.select_by_visible_text("all heads (mean)")
+    assert find(browser, ".sums").text == sums("Layer 4, mean of its heads", answer[4].mean(), every[4].mean())
+    layer.select_by_visible_text("all layers (mean)")
+    assert find(browser, ".sums").text == sums("Mean of all heads", answer.mean(), every.mean())
+
+    for which, place in ((0, 1092), (1, 1102)):
+        token = find(browser, f"[data-example='{which}'] [data-token='2']")
+        browser.execute_script("arguments[0].focus()", token)
+        assert find(browser, f"[data-example='{which}'] .readout").text.startswith(f"token {place} “magic”: ")
+
+
+def test_the_ink_of_every_token_can_be_read_on_its_colour(browser: Any, pages: dict[str, str]) -> None:
+    """WCAG's contrast of black or white ink, whichever is larger: 4.58 to 1 at the least."""
+    looks = """return [...document.querySelectorAll("[data-token]")].map((each) => {
+        const {color, backgroundColor} = getComputedStyle(each);
+        return [color, backgroundColor].map((text) => text.match(/[\\d.]+/g).slice(0, 3).map(Number));
+    })"""
+
+    def luminance(rgb: list[float]) -> float:
+        shares = (each / 255 for each in rgb)
+        linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for which, dark in (("one", False), ("one", True), ("diff", False), ("diff", True)):
+        visit(browser, pages[which], dark=dark)
+        for ink, ground in browser.execute_script(looks):
+            low, high = sorted((luminance(ink), luminance(ground)))
+            assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def test_two_models_have_a_chart_of_their_difference_below_their_lines(browser: Any, pages: dict[str, str]) -> None:
+    from selenium.webdriver import Keys
+
+    visit(browser, pages["two"])
+    report = made_up_report(base(**SIZE), adapter(**SIZE))
+    change = next(each for each in report.differences if each.name == "entropy_layer").values
+    chart = "#section-attention [data-layers=entropy_layer]"
+    names = [each.text for each in browser.find_elements("css selector", f"{chart} .plot-name")]
+    assert names == ["Difference"]
+    drawing = browser.find_elements("css selector", f"{chart} .plot > svg")[1]
+    browser.execute_script("arguments[0].focus()", drawing)
+    press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    heard = browser.find_elements("css selector", f"{chart} .heard")[1].get_attribute("textContent")
+    assert heard == f"layer 2: {written.number(float(f'{change[2]:.4g}'))} nats"  # type: ignore[index]
 
 
 def test_negative_masses_have_a_mark_beside_their_colour(browser: Any, pages: dict[str, str]) -> None:

@@ -16,8 +16,9 @@ from dex.analyze import redundancy
 from dex.analyze.left_out import LeftOut
 from dex.analyze.records import Findings
 from dex.analyze.redundancy import Moments, analyze
-from dex.analyze.subject import FIRST_POSITION, Subject
+from dex.analyze.subject import Subject
 from dex.errors import NotFinite
+from dex.stats import FIRST_POSITION
 
 
 def analyzed(subject: Subject) -> Findings:
@@ -169,6 +170,15 @@ def test_moments_do_not_depend_on_the_batches_nor_on_how_large_the_mean_is(
     )
 
 
+def test_moments_of_many_vectors_are_as_exact_as_those_of_few() -> None:
+    vectors = torch.randn(65_536, 8, generator=torch.Generator().manual_seed(0))
+    moments = Moments()
+    moments.add(vectors)
+    centred = vectors.double() - vectors.double().mean(0)
+    expected = centred.T @ centred
+    assert ((moments.covariance - expected).abs().max() / expected.max()) < 1e-7
+
+
 # ---- what is not counted, left out or refused --------------------------------------------------------------
 
 
@@ -188,6 +198,16 @@ def test_the_first_token_can_be_left_out_of_the_maps() -> None:
     assert of["map_cosine_distance"] > 1e-4
     assert of["cka"] == 0
     assert {each.first_token for each in left_out.statistics} == {"left out", None}
+    assert {each.headline for each in left_out.statistics if each.over == "layer"} == {True}
+
+
+@pytest.mark.parametrize(("kind", "signs"), [("llama", None), ("diff-v2", "raw")])
+def test_signs_are_left_as_they_are_where_there_are_any(kind: str, signs: str | None) -> None:
+    found = analyzed(subject_of(kind, (40,), signs="clipped"))
+    of_maps = [each for each in found.statistics if each.name.startswith("map_")]
+    assert [each.signs for each in of_maps] == [signs] * 2
+    assert ["signed entries as they are" in each.meaning for each in of_maps] == [signs is not None] * 2
+    assert found == analyzed(subject_of(kind, (40,), signs="absolute"))
 
 
 def test_layers_of_one_head_and_short_texts_are_left_out() -> None:

@@ -20,14 +20,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dex.analyze.left_out import LeftOut
+from dex.analyze.head_sums import HeadSums, leave_out_short_texts, refuse_what_is_not_finite
 from dex.analyze.records import Findings, Statistic, numbers
-from dex.analyze.subject import FIRST_POSITION, Passage, Progress, Subject
+from dex.analyze.subject import Passage, Progress, Subject
 from dex.attention_maps import LayerMaps, QueryKey, for_each_layer
-from dex.errors import NotFinite
-from dex.stats import attend
+from dex.stats import FIRST_POSITION, attend
 
-QUERIES = 128  # of a passage at a time: after a span that the user names, all tokens are queries
 OF_TEXT = f"the mean over the text's queries at positions ≥ {FIRST_POSITION}"
 OF_PASSAGES = "the mean over the queries that are asked about an answer, and over passages"
 
@@ -50,28 +48,6 @@ def analyze(subject: Subject, progress: Progress) -> Findings:
 # ---- the text ------------------------------------------------------------------------------------------------
 
 
-class HeadSums:
-    """Named sums over queries, [L, H] float64 each, on the CPU."""
-
-    def __init__(self, num_layers: int, num_heads: int) -> None:
-        self.shape = (num_layers, num_heads)
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, layer_idx: int, counted: Tensor, **of_queries: Tensor) -> None:
-        """counted: bool [B, T]; each of `of_queries`: a value of every head's every query, [B, H, T]."""
-        left_out = ~counted[:, None].cpu()
-        for name, values in of_queries.items():
-            total = self._sums.setdefault(name, torch.zeros(self.shape, dtype=torch.float64))
-            total[layer_idx] += values.cpu().double().masked_fill(left_out, 0.0).sum((0, 2))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._sums[name]
-
-    def mean(self, name: str, over: str = "queries") -> Tensor:
-        """One sum over another; NaN where nothing was counted."""
-        return self._sums[name] / self._sums[over]
-
-
 def of_text(subject: Subject, on_progress: Callable[[int], None]) -> HeadSums:
     """The sums over the text's counted queries, and `queries`: how many they are."""
     sums = HeadSums(len(subject.layers), subject.num_heads)
@@ -83,20 +59,6 @@ def of_text(subject: Subject, on_progress: Callable[[int], None]) -> HeadSums:
     for_each_layer(subject.model, subject.batches(), take, on_progress)
     leave_out_short_texts(sums)
     return sums
-
-
-def leave_out_short_texts(sums: HeadSums) -> None:
-    if not sums["queries"].any():
-        raise LeftOut(f"No text is longer than {FIRST_POSITION} tokens, and queries before that are not counted.")
-
-
-def refuse_what_is_not_finite(subject: Subject, maps: LayerMaps) -> None:
-    of_maps = [*maps.first, *(maps.second or ()), *(() if maps.lam is None else (maps.lam,))]
-    if not all(bool(each.isfinite().all()) for each in of_maps):
-        raise NotFinite(
-            f"The queries and keys of layer {maps.layer_idx} of {subject.evaluated.label} are not numbers; "
-            "try another dtype, such as float32."
-        )
 
 
 def _of_queries(maps: LayerMaps) -> dict[str, Tensor]:
@@ -145,9 +107,8 @@ def passage_masses(subject: Subject, passage: Passage) -> Tensor:
         refuse_what_is_not_finite(subject, maps)
         key = maps.first.key
         value = spans.to(key.device).expand(1, key.shape[1], -1, -1)  # [1, G, T, 2]
-        for start in range(0, len(passage.queries), QUERIES):
-            asked = maps.at(passage.queries[start : start + QUERIES])
-            totals[maps.layer_idx] += asked.attend(value)[0].cpu().double().sum(1)
+        for part in maps.parts(passage.queries):  # after a span that the user names, all tokens are queries
+            totals[maps.layer_idx] += part.attend(value)[0].cpu().double().sum(1)
 
     for_each_layer(subject.model, [{"input_ids": torch.tensor([passage.ids])}], take)
     return totals / len(passage.queries)
@@ -165,6 +126,7 @@ def _entropy(values: Tensor, which: str = "") -> Statistic:
         unit="nats",
         over="head",
         values=numbers(values),
+        first_token="counted",
         headline=which in ("", "first"),
     )
 
@@ -247,6 +209,7 @@ def _of_passages(subject: Subject, masses: Tensor) -> list[Statistic]:
             over="head",
             values=numbers(masses[..., 0]),
             signs="raw" if subject.signed else None,
+            first_token="counted",  # a span may hold it
             diverging=subject.signed,
             headline=True,
         ),

@@ -24,8 +24,7 @@ def verdict(mean_ratio: float, lam: list[float]) -> str:
 
 def _over_layers(values: Mapping[int, float | None], num_layers: int) -> list[Number]:
     """[L], None for a layer that has no value."""
-    found = [values.get(layer_idx) for layer_idx in range(num_layers)]
-    return [None if value is None else number(value) for value in found]
+    return [number(values.get(layer_idx)) for layer_idx in range(num_layers)]
 
 
 def of_lam_and_ratio(
@@ -45,6 +44,7 @@ def of_lam_and_ratio(
             over="layer",
             values=_over_layers(lam, num_layers),
             diverging=True,
+            headline=True,
         ),
         Statistic(
             name="branch_ratio",
@@ -62,8 +62,8 @@ def _of_mean_ratio(mean_ratio: float, where: str) -> Statistic:
         name="branch_mean_ratio",
         title="Mean branch ratio",
         meaning=(
-            "The mean of ‖λ f_D(O)‖/‖O‖ over the adapted layers (0 for one in which no head is selected); below "
-            f"{INERT_BELOW:g} the branch is called inert{where}."
+            f"The mean of ‖λ f_D(O)‖/‖O‖ over the adapted layers (0 for one in which no head is selected){where}; "
+            f"below {INERT_BELOW:g} the branch is called inert."
         ),
         over="model",
         values=number(mean_ratio),
@@ -77,7 +77,7 @@ def of_heads(sums: list[BranchSums], num_layers: int, num_heads: int) -> list[St
     for each in sums:
         for head, its_ratio, its_cosine in zip(each.heads, each.ratio_of_head(), each.cosine_of_head(), strict=True):
             ratio[each.layer_idx][head] = number(its_ratio)
-            cosine[each.layer_idx][head] = None if its_cosine is None else number(its_cosine)
+            cosine[each.layer_idx][head] = number(its_cosine)
         defined = [value for value in each.cosine_of_head() if value is not None]
         if defined:
             cosine_of_layer[each.layer_idx] = fmean(defined)
@@ -207,7 +207,7 @@ def of_changes(changes: Mapping[str, list[WeightChange]], has_branch: bool) -> l
             meaning=f"‖W − W_base‖/‖W_base‖ of {name}_proj{folded if name == 'o' else ''}; 0 where it did not train.",
             unit="of ‖W_base‖",
             over="layer",
-            values=[_or_none(change.total) for change in of_layers],
+            values=[number(change.total) for change in of_layers],
         )
         for name, of_layers in changes.items()
     ]
@@ -220,13 +220,9 @@ def of_changes(changes: Mapping[str, list[WeightChange]], has_branch: bool) -> l
             meaning=meaning,
             unit={"by_training": "of ‖W_base‖", "by_fold": "of ‖W_base‖", "fold_share": "share"}.get(key, ""),
             over="layer",
-            values=[_or_none(getattr(change, key)) for change in changes["o"]],
+            values=[number(getattr(change, key)) for change in changes["o"]],
             diverging=key == "cosine",
         )
         for name, (title, meaning, key) in _O_PARTS.items()
     ]
     return [*found, *parts]
-
-
-def _or_none(value: float | None) -> Number:
-    return None if value is None else number(value)

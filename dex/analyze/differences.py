@@ -22,8 +22,14 @@ def differences(first: ModelReport, second: ModelReport) -> tuple[list[Statistic
         ):
             kept_apart.append(f"{one.title} treats signs or the first token differently in the two models.")
         else:
-            meaning = f"{second.label} minus {first.label}. {one.meaning}"
-            change = {"values": _minus(other.values, one.values), "diverging": True, "meaning": meaning}
+            meaning = one.meaning
+            if other.meaning != one.meaning:
+                meaning = f"{first.label}: {one.meaning} {second.label}: {other.meaning}"
+            change = {
+                "values": _minus(other.values, one.values),
+                "diverging": True,
+                "meaning": f"{second.label} minus {first.label}. {meaning}",
+            }
             made.append(one.model_copy(update={**change, "signs": other.signs or one.signs}))
     known = {one.name for one in statistics(first)}
     kept_apart += [

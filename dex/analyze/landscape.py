@@ -22,7 +22,7 @@ from torch import Tensor
 from dex.analyze.hessian import hessian, weights_in_use
 from dex.analyze.lanczos import Lanczos, lanczos
 from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Curve, Findings, Number, Statistic, Table, number, numbers
+from dex.analyze.records import Curve, Findings, Statistic, Table, number, numbers
 from dex.analyze.subject import Progress, Subject
 from dex.models import is_quantised
 from dex.stats import real_tokens_first
@@ -160,65 +160,71 @@ def _mean_or_none(values: list[float | None]) -> float | None:
     return fmean(defined) if defined else None
 
 
+_TEXTS = {  # {hessian}: of what it is
+    "hessian_largest": (
+        "Largest Hessian eigenvalue",
+        "The largest Ritz value of {hessian}: how sharply the loss bends in the sharpest direction; the mean over "
+        "sequences and random starts.",
+        "",
+    ),
+    "hessian_largest_spread": (
+        "Largest Hessian eigenvalue: spread over sequences",
+        "The standard deviation of the largest Ritz value over the sequences; not defined for one sequence.",
+        "",
+    ),
+    "hessian_seed_spread": (
+        "Largest Hessian eigenvalue: spread over starts",
+        "The difference of the largest Ritz value between the random starts, in the mean over sequences: what the "
+        "Lanczos process has not settled.",
+        "",
+    ),
+    "hessian_smallest": (
+        "Smallest Hessian eigenvalue",
+        "The smallest Ritz value of {hessian}; the mean over sequences and random starts.",
+        "",
+    ),
+    "hessian_negative_share": (
+        "Share of negative Hessian eigenvalues",
+        "The weight of the negative Ritz values, which estimates the share of the Hessian's eigenvalues that are "
+        "negative (stochastic Lanczos quadrature); eigenvalues near 0 count by the sign of the Ritz value that "
+        "stands for them, so read it beside their share.",
+        "share",
+    ),
+    "hessian_near_zero_share": (
+        "Share of Hessian eigenvalues near 0",
+        f"The weight of the Ritz values whose magnitude is below {NEAR_ZERO:g} of the largest magnitude: their sign "
+        "is not settled.",
+        "share",
+    ),
+    "hessian_negative_share_seed_spread": (
+        "Share of negative Hessian eigenvalues: spread over starts",
+        "The difference of the share between the random starts, in the mean over sequences.",
+        "share",
+    ),
+    "hessian_negative_curvature": (
+        "Share of negative curvature",
+        "The negative Ritz values' part of the weighted sum of all magnitudes, Σ τ|θ| over θ < 0 divided by that "
+        "over all: eigenvalues near 0 hardly count.",
+        "share",
+    ),
+}
+
+
 def _statistics(found: Mapping[str, float | None], count: int, names: list[str]) -> list[Statistic]:
-    kinds = sorted({name.split(".self_attn.")[-1] for name in names})
-    of = f"the Hessian of a sequence's mean next-token loss in the {count:,} weights {', '.join(kinds)}"
-    texts = {
-        "hessian_largest": (
-            "Largest Hessian eigenvalue",
-            f"The largest Ritz value of {of}: how sharply the loss bends in the sharpest direction; the mean over "
-            "sequences and random starts.",
-        ),
-        "hessian_largest_spread": (
-            "Largest Hessian eigenvalue: spread over sequences",
-            "The standard deviation of the largest Ritz value over the sequences; not defined for one sequence.",
-        ),
-        "hessian_seed_spread": (
-            "Largest Hessian eigenvalue: spread over starts",
-            "The difference of the largest Ritz value between the random starts, in the mean over sequences: what "
-            "the Lanczos process has not settled.",
-        ),
-        "hessian_smallest": (
-            "Smallest Hessian eigenvalue",
-            f"The smallest Ritz value of {of}; the mean over sequences and random starts.",
-        ),
-        "hessian_negative_share": (
-            "Share of negative Hessian eigenvalues",
-            "The weight of the negative Ritz values, which estimates the share of the Hessian's eigenvalues that are "
-            "negative (stochastic Lanczos quadrature); eigenvalues near 0 count by the sign of the Ritz value that "
-            "stands for them, so read it beside their share.",
-        ),
-        "hessian_near_zero_share": (
-            "Share of Hessian eigenvalues near 0",
-            f"The weight of the Ritz values whose magnitude is below {NEAR_ZERO:g} of the largest magnitude: their "
-            "sign is not settled.",
-        ),
-        "hessian_negative_share_seed_spread": (
-            "Share of negative Hessian eigenvalues: spread over starts",
-            "The difference of the share between the random starts, in the mean over sequences.",
-        ),
-        "hessian_negative_curvature": (
-            "Share of negative curvature",
-            "The negative Ritz values' part of the weighted sum of all magnitudes, Σ τ|θ| over θ < 0 divided by that "
-            "over all: eigenvalues near 0 hardly count.",
-        ),
-    }
+    kinds = ", ".join(sorted({name.split(".self_attn.")[-1] for name in names}))
+    hessian = f"the Hessian of a sequence's mean next-token loss in the {count:,} weights {kinds}"
     return [
         Statistic(
             name=name,
             title=title,
-            meaning=meaning,
-            unit="share" if "share" in name or "curvature" in name else "",
+            meaning=meaning.format(hessian=hessian),
+            unit=unit,
             over="model",
-            values=_or_none(found[name]),
+            values=number(found[name]),
             headline=name == "hessian_largest",
         )
-        for name, (title, meaning) in texts.items()
+        for name, (title, meaning, unit) in _TEXTS.items()
     ]
-
-
-def _or_none(value: float | None) -> Number:
-    return None if value is None else number(value)
 
 
 def _table(runs: list[Run]) -> Table:
@@ -275,8 +281,8 @@ def _of_the_largest(found: Mapping[str, float | None], sequences: int) -> str:
     over = "" if spread is None else f" (standard deviation {spread:.2g})"
     return (
         f"The largest eigenvalue of the loss's Hessian in the attention's weights is {found['hessian_largest']:.4g} "
-        f"in the mean over {sequences} sequence{'s' if sequences > 1 else ''}{over}; two random starts differ by "
-        f"{found['hessian_seed_spread']:.2g}."
+        f"in the mean over {sequences} sequence{'s' if sequences > 1 else ''}{over}; {STARTS} random starts differ "
+        f"by {found['hessian_seed_spread']:.2g}."
     )
 
 
@@ -288,5 +294,5 @@ def _of_the_share(found: Mapping[str, float | None]) -> str:
         f"{first}By number they are about {found['hessian_negative_share']:.1%} of the Hessian's eigenvalues: in so "
         "many independent directions of the weights the loss bends downwards, so that it is not convex there. But "
         f"{found['hessian_near_zero_share']:.1%} of the eigenvalues are near 0, where {STEPS} Lanczos steps do not "
-        f"settle the sign: two random starts differ by {found['hessian_negative_share_seed_spread']:.1%}."
+        f"settle the sign: {STARTS} random starts differ by {found['hessian_negative_share_seed_spread']:.1%}."
     )

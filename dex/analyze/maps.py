@@ -16,28 +16,21 @@ queries at a time: O(block × S) memory. A row is reduced in float32, and rows a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dex.analyze.attention import (
-    OF_PASSAGES,
-    OF_TEXT,
-    HeadSums,
-    leave_out_short_texts,
-    refuse_what_is_not_finite,
-)
-from dex.analyze.records import Findings, FirstToken, Signs, Statistic, numbers
-from dex.analyze.subject import FIRST_POSITION, Passage, Progress, Settings, Subject
+from dex.analyze.attention import OF_PASSAGES, OF_TEXT
+from dex.analyze.head_sums import HeadSums, leave_out_short_texts, refuse_what_is_not_finite
+from dex.analyze.records import Findings, Signs, Statistic, numbers
+from dex.analyze.subject import Passage, Progress, Settings, Subject
 from dex.attention_maps import LayerMaps, MapBlock, for_each_layer
+from dex.stats import FIRST_POSITION
 
-ENTRIES = (
-    2**19
-)  # of a block of maps: 2 MB, since passes over what falls out of the cache cost up to four times as much
-LEAST, MOST = 16, 128  # queries of a block: with fewer, reading the keys costs more than the products
 SPREAD = 1e-6  # of the mean square: a variance below it is rounding, and a correlation has no value
 
+QUERIES_OF_TEXT = f"the text's queries at positions ≥ {FIRST_POSITION}"
 RESTRICTIONS = {"": "", "_answer": " on the answer", "_other": " off the answer"}  # of the keys
 
 
@@ -49,8 +42,8 @@ def analyze(subject: Subject, progress: Progress) -> Findings:
     def take(maps: LayerMaps, position: Tensor) -> None:
         refuse_what_is_not_finite(subject, maps)
         counted = position >= FIRST_POSITION
-        for block in maps.blocks(rows_of_block(maps)):
-            seen = of_keys(block, _first_key(subject.settings), block.rows.stop)  # no query sees a key behind it
+        for block in maps.blocks():
+            seen = of_keys(block, subject.settings.first_key, block.rows.stop)  # no query sees a key behind it
             sums.add(maps.layer_idx, counted[:, block.rows], **_of_queries(seen, subject.settings))
 
     for_each_layer(subject.model, subject.batches(), take, lambda done: progress(done, total))
@@ -94,15 +87,6 @@ def of_keys(block: MapBlock, start: int, stop: int | None) -> MapBlock:
     return block._replace(first=first, second=second, seen=seen)
 
 
-def rows_of_block(maps: LayerMaps) -> int:
-    B, H = maps.first.query.shape[:2]
-    return min(MOST, max(LEAST, ENTRIES // (B * H * maps.first.key.shape[2])))
-
-
-def _first_key(settings: Settings) -> int:
-    return 0 if settings.count_first_token else 1
-
-
 # ---- rows ------------------------------------------------------------------------------------------------------
 
 
@@ -112,10 +96,10 @@ def _of_queries(block: MapBlock, settings: Settings) -> dict[str, Tensor]:
     entries = block.seen.sum(-1).expand(attention.shape[:3])
     of_row = {"queries": torch.ones_like(attention[..., 0]), "entries": entries}
     if block.second is not None:
-        of_row["negative"] = _number_below(attention, 0.0)
+        of_row["negative_share"] = _number_below(attention, 0.0)
         of_row["negative_mass"] = attention.clamp(max=0.0).sum(-1).neg_()
         of_row |= _moments(block.first, block.second, entries, "")
-    ours = _treatment(block, settings)
+    ours = _treatment(block.second is not None, settings) or "raw"
     attention = treated(attention, ours)
     defined = _defined(attention, ours)
     magnitude = attention.abs() if ours == "raw" and block.second is not None else attention
@@ -141,10 +125,9 @@ def _number_below(values: Tensor, threshold: float) -> Tensor:
     return torch.lt(values, threshold, out=torch.empty_like(values)).sum(-1)
 
 
-def _treatment(block: MapBlock, settings: Settings) -> Signs:
-    """A stock head's whole row is a distribution, which no treatment changes."""
-    a_distribution = block.second is None and settings.count_first_token
-    return "raw" if a_distribution else settings.signs
+def _treatment(signed: bool, settings: Settings) -> Signs | None:
+    """None for a stock head's whole row: it is a distribution, which no treatment changes."""
+    return settings.signs if signed or not settings.count_first_token else None
 
 
 def _defined(attention: Tensor, signs: Signs) -> Tensor:
@@ -190,19 +173,16 @@ def cosine(sums: HeadSums, restriction: str = "") -> Tensor:
 def _of_passage(subject: Subject, passage: Passage, sums: HeadSums) -> Tensor:
     """The mean mass of the treated maps on the answer, [L, H]; `sums` get the moments on the answer and off it."""
     settings, own = subject.settings, HeadSums(*sums.shape)
-    first_key = _first_key(settings)
+    first_key = settings.first_key
     span = slice(max(0, passage.span[0] - first_key), passage.span[1] - first_key)
     inputs = {"input_ids": torch.tensor([passage.ids])}
 
     def take(maps: LayerMaps, _: Tensor) -> None:
         refuse_what_is_not_finite(subject, maps)
-        rows = rows_of_block(maps)
-        for start in range(0, len(passage.queries), rows):
-            some = passage.queries[start : start + rows]
-            asked = maps.at(some)
-            counted = torch.ones(1, len(some), dtype=torch.bool)
-            for block in asked.blocks(rows):
+        for part in maps.parts(passage.queries):
+            for block in part.blocks():
                 block = of_keys(block, first_key, None)
+                counted = torch.ones(1, block.first.shape[2], dtype=torch.bool)
                 own.add(maps.layer_idx, counted, **_on_answer(block, span, settings))
                 sums.add(maps.layer_idx, counted, **_answer_moments(block, span))
 
@@ -250,84 +230,82 @@ def _findings(subject: Subject, sums: HeadSums, answer_mass: Tensor | None) -> F
 
 def _sparsity(subject: Subject, sums: HeadSums) -> Statistic:
     settings = subject.settings
-    chosen = subject.signed or not settings.count_first_token
+    signs = _treatment(subject.signed, settings)
     return _of_heads(
         settings,
         sums.mean("below", over="defined_entries"),
         name="sparsity",
         title="Sparsity of attention",
-        meaning=f"The share of entries of {OF_MAP[settings.signs if chosen else 'raw']} whose magnitude is below "
-        f"{settings.threshold:g}: the text's queries at positions ≥ {FIRST_POSITION}, and the keys that they see.",
+        meaning=f"The share of entries of {OF_MAP[signs or 'raw']} whose magnitude is below "
+        f"{settings.threshold:g}: {QUERIES_OF_TEXT}, and the keys that they see.",
         unit="share",
-        signs=settings.signs if chosen else None,
+        signs=signs,
         headline=True,
     )
 
 
+class _Signed(NamedTuple):
+    """A statistic that DIFF layouts alone have; its name is its sum's."""
+
+    title: str
+    meaning: str  # {of_map}: the map with its signs treated as asked
+    unit: str = ""
+    over: str = "queries"
+    raw: bool = False  # of the map itself
+    diverging: bool = False  # where the map is raw
+
+
+_SIGNED = {
+    "negative_share": _Signed(
+        "Negative entries",
+        f"The share of seen entries of the map that are below 0, of {QUERIES_OF_TEXT}.",
+        "share",
+        over="entries",
+        raw=True,
+    ),
+    "negative_mass": _Signed(
+        "Negative mass", f"The sum of the magnitudes of a row's negative entries: {OF_TEXT}.", raw=True
+    ),
+    "signed_entropy": _Signed(
+        "Entropy of the signed map", f"−Σ a ln a of {{of_map}}: {OF_TEXT}.", "nats", over="defined"
+    ),
+    "signed_first_token_mass": _Signed(
+        "Signed map on the first token",
+        f"How much of {{of_map}} stands on the text's first token: {OF_TEXT}.",
+        "share",
+        over="defined",
+        diverging=True,
+    ),
+    "signed_answer_mass": _Signed(
+        "Signed map on the answer",
+        f"How much of {{of_map}} stands on the answer's tokens: {OF_PASSAGES}.",
+        "share",
+        diverging=True,
+    ),
+}
+
+
 def _signed(subject: Subject, sums: HeadSums, answer_mass: Tensor | None) -> list[Statistic]:
-    """What DIFF layouts alone have."""
+    """What DIFF layouts alone have, of the sums that there are."""
     settings = subject.settings
-    diverging = settings.signs == "raw"
-    of_map = OF_MAP[settings.signs]
+    values = {name: sums.mean(name, each.over) for name, each in _SIGNED.items() if name in sums}
+    if answer_mass is not None:
+        values["signed_answer_mass"] = answer_mass
     statistics = [
         _of_heads(
             settings,
-            sums.mean("negative", over="entries"),
-            name="negative_share",
-            title="Negative entries",
-            meaning="The share of seen entries of the map that are below 0, of the text's queries at positions "
-            f"≥ {FIRST_POSITION}.",
-            unit="share",
-            signs="raw",
-        ),
-        _of_heads(
-            settings,
-            sums.mean("negative_mass"),
-            name="negative_mass",
-            title="Negative mass",
-            meaning=f"The sum of the magnitudes of a row's negative entries: {OF_TEXT}.",
-            signs="raw",
-            headline=True,
-        ),
+            values[name],
+            name=name,
+            title=each.title,
+            meaning=each.meaning.format(of_map=OF_MAP[settings.signs]),
+            unit=each.unit,
+            signs="raw" if each.raw else settings.signs,
+            diverging=each.diverging and settings.signs == "raw",
+            headline=name == "negative_mass",
+        )
+        for name, each in _SIGNED.items()
+        if name in values
     ]
-    if settings.signs != "raw":
-        statistics.append(
-            _of_heads(
-                settings,
-                sums.mean("signed_entropy", over="defined"),
-                name="signed_entropy",
-                title="Entropy of the signed map",
-                meaning=f"−Σ a ln a of {of_map}: {OF_TEXT}.",
-                unit="nats",
-                signs=settings.signs,
-            )
-        )
-    if settings.count_first_token:
-        statistics.append(
-            _of_heads(
-                settings,
-                sums.mean("signed_first_token_mass", over="defined"),
-                name="signed_first_token_mass",
-                title="Signed map on the first token",
-                meaning=f"How much of {of_map} stands on the text's first token: {OF_TEXT}.",
-                unit="share",
-                signs=settings.signs,
-                diverging=diverging,
-            )
-        )
-    if answer_mass is not None:
-        statistics.append(
-            _of_heads(
-                settings,
-                answer_mass,
-                name="signed_answer_mass",
-                title="Signed map on the answer",
-                meaning=f"How much of {of_map} stands on the answer's tokens: {OF_PASSAGES}.",
-                unit="share",
-                signs=settings.signs,
-                diverging=diverging,
-            )
-        )
     for restriction in RESTRICTIONS if answer_mass is not None else [""]:
         statistics += _alike(settings, sums, restriction)
     return statistics
@@ -335,11 +313,7 @@ def _signed(subject: Subject, sums: HeadSums, answer_mass: Tensor | None) -> lis
 
 def _alike(settings: Settings, sums: HeadSums, restriction: str) -> list[Statistic]:
     where = RESTRICTIONS[restriction]
-    queries = (
-        "the queries that are asked about an answer"
-        if restriction
-        else f"the text's queries at positions ≥ {FIRST_POSITION}"
-    )
+    queries = "the queries that are asked about an answer" if restriction else QUERIES_OF_TEXT
     keys = {"": "the keys that they see", "_answer": "the answer's tokens", "_other": "the other keys that they see"}
     entries = f"over all entries of {queries} with {keys[restriction]}"
     return [
@@ -364,15 +338,14 @@ def _alike(settings: Settings, sums: HeadSums, restriction: str) -> list[Statist
 
 
 def _of_heads(settings: Settings, values: Tensor, **fields: Any) -> Statistic:
-    first_token: FirstToken = "counted" if settings.count_first_token else "left out"
-    return Statistic(over="head", values=numbers(values), first_token=first_token, **fields)
+    return Statistic(over="head", values=numbers(values), first_token=settings.first_token, **fields)
 
 
 def _remarks(subject: Subject, sums: HeadSums) -> list[str]:
     settings = subject.settings
     remarks = []
     if subject.signed:
-        share, mass = sums["negative"].sum() / sums["entries"].sum(), sums.mean("negative_mass").mean()
+        share, mass = sums["negative_share"].sum() / sums["entries"].sum(), sums.mean("negative_mass").mean()
         remarks.append(
             f"Of the maps' entries {share:.1%} are negative, with a mass of {mass:.3g} a row in the mean over heads."
         )
@@ -386,7 +359,7 @@ def _remarks(subject: Subject, sums: HeadSums) -> list[str]:
             remarks.append("The entropy of the signed maps is left out: raw maps have negative entries.")
     if sums["defined"].any():
         sparse = sums["below"].sum() / sums["defined_entries"].sum()
-        of_map = OF_MAP[settings.signs if subject.signed else "raw"]
+        of_map = OF_MAP[_treatment(subject.signed, settings) or "raw"]
         remarks.append(f"Of the entries of {of_map}, {sparse:.1%} are below {settings.threshold:g} in magnitude.")
     undefined = sums["queries"].sum() - sums["defined"].sum()
     if undefined > 0:

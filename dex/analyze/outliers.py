@@ -83,7 +83,13 @@ def _add_logits(maps: LayerMaps, real: torch.Tensor, magnitudes: Magnitudes) -> 
 def _statistics(name: str, title: str, of_what: str, layers: list[Magnitudes]) -> list[Statistic]:
     def statistic(which: str, words: str, meaning: str, values: list[float], unit: str = "") -> Statistic:
         return Statistic(
-            name=f"{name}_{which}", title=words, meaning=meaning, unit=unit, over="layer", values=numbers(values)
+            name=f"{name}_{which}",
+            title=words,
+            meaning=meaning,
+            unit=unit,
+            over="layer",
+            values=numbers(values),
+            headline=which == "outlier_ratio",
         )
 
     return [

@@ -3,7 +3,8 @@
     z_ij = s q_i·k_j         step = max |z| / (2^(bits − 1) − 1)         z_ij ← step · round(z_ij / step)
 
 with one step for all heads of a layer (per tensor) or one for each (per head): `dex.quantised_attention`, from which
-everything else follows unchanged. Under each setting
+everything else follows unchanged. Full precision is the same float32 attention without rounding, also where the model
+is bfloat16, so that a change is due to rounding alone. Under each setting
 
     loss        the mean next-token loss, in nats, of `TOKENS` tokens, the beginnings of the sequences; its change
                 from full precision is on the same tokens, with a 95 % bootstrap interval over 5 sequences or more
@@ -16,18 +17,18 @@ Source: "Differential Transformer", arXiv:2410.05258, its quantisation of attent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, product
+from operator import mul
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Findings, Number, Statistic, Table, number
+from dex.analyze.records import Curve, Findings, Statistic, Table, number
 from dex.analyze.subject import Progress, Subject
-from dex.data.sources import Source, is_local
 from dex.errors import DexError
 from dex.evaluate.needle import (
     Asking,
@@ -40,7 +41,7 @@ from dex.evaluate.needle import (
     records_of,
     wording_of,
 )
-from dex.evaluate.paired import Interval, mean_score, paired_difference
+from dex.evaluate.paired import Interval, paired_difference
 from dex.loss import token_losses
 from dex.quantised_attention import Scope, quantised_logits
 from dex.stats import evaluating
@@ -59,8 +60,11 @@ Cell = str | float | int | None
 
 
 class Setting(NamedTuple):
-    bits: int
+    bits: int | None  # None: full precision
     per: Scope
+
+
+FULL = Setting(None, "tensor")
 
 
 class Measured(NamedTuple):
@@ -76,21 +80,17 @@ def analyze(subject: Subject, progress: Progress) -> Findings:
         raise LeftOut("The text has no sequence of two tokens or more, so there is no loss to compare.")
     items, why_not = _needles(subject)
     settings = [Setting(bits, per) for bits, per in product(BITS, SCOPES)]
-    done = iter(range(1, 2 + len(settings)))
-
-    def measured(setting: Setting | None) -> Measured:
-        with evaluating(subject.model), _under(subject, setting):
-            found = Measured(_losses(subject, rows), _retrieved(subject, items) if items else None)
-        progress(next(done), 1 + len(settings))
-        return found
-
-    full = measured(None)
-    found = {setting: measured(setting) for setting in settings}
+    found: dict[Setting, Measured] = {}
+    for setting in (FULL, *settings):
+        with evaluating(subject.model), quantised_logits(subject.stock, *setting):
+            found[setting] = Measured(_losses(subject, rows), _retrieved(subject, items) if items else None)
+        progress(len(found), 1 + len(settings))
     weights = [len(row) - 1 for row in rows]
-    changes = {setting: change(each.losses, full.losses, weights) for setting, each in found.items()}
+    changes = {setting: change(found[setting].losses, found[FULL].losses, weights) for setting in settings}
     return Findings(
         statistics=[_statistic(setting, value) for setting, value in changes.items()],
-        tables=[_table(subject, full, found, weights, why_not)],
+        curves=[_curve(changes)],
+        tables=[_table(subject, found, changes, weights, why_not)],
         remarks=[_remark(changes)],
     )
 
@@ -117,10 +117,6 @@ def change(losses: Sequence[float], full: Sequence[float], weights: Sequence[int
 # ---- under one setting -------------------------------------------------------------------------------------
 
 
-def _under(subject: Subject, setting: Setting | None) -> AbstractContextManager[None]:
-    return nullcontext() if setting is None else quantised_logits(subject.stock, *setting)
-
-
 def _losses(subject: Subject, rows: Sequence[Tensor]) -> list[float]:
     device = subject.stock.device
     return [token_losses(subject.model, row[None].to(device)).double().mean().item() for row in rows]
@@ -141,15 +137,11 @@ def _needles(subject: Subject) -> tuple[list[Item], str | None]:
     """What is asked; nothing, and the reason, where the tokenizer or the context does not allow it."""
     try:
         check_context(subject.evaluated, GRID.lengths, NEW_TOKENS)
-        filler, _ = filler_of(_filler_name(subject), subject.evaluated, max(GRID.lengths))
-        return items_of(GRID, filler, wording_of(subject.evaluated, "base"), subject.evaluated), None
+        filler, _ = filler_of(subject.settings.data, subject.evaluated, max(GRID.lengths))
+        grid = replace(GRID, seed=subject.settings.seed)
+        return items_of(grid, filler, wording_of(subject.evaluated, "base"), subject.evaluated), None
     except DexError as error:
         return [], str(error)
-
-
-def _filler_name(subject: Subject) -> str:
-    """The text itself where it is on this machine: nothing is loaded from the Hub for a few needles."""
-    return subject.settings.data if is_local(Source(subject.settings.data)) else "pydoc"
 
 
 # ---- what is reported --------------------------------------------------------------------------------------
@@ -167,32 +159,46 @@ def _statistic(setting: Setting, value: Interval) -> Statistic:
     )
 
 
-def _table(
-    subject: Subject, full: Measured, found: dict[Setting, Measured], weights: Sequence[int], why_not: str | None
-) -> Table:
-    def row(words: tuple[int | str, str], measured: Measured, difference: Interval | None) -> list[Cell]:
-        loss = number(mean_score(measured.losses, weights, range(len(weights))).mean)
-        own = None if difference is None else number(difference.mean)
-        return [*words, loss, own, _interval(difference), _share(measured)]
+def _curve(changes: Mapping[Setting, Interval]) -> Curve:
+    bits = sorted(BITS)
+    return Curve(
+        name="quantised_loss",
+        title="Change of loss by the bits of attention logits",
+        meaning="Mean next-token loss with attention logits of few bits, minus that in full precision; one step for "
+        "all heads of a layer (per tensor), or for each head.",
+        x_label="bits",
+        y_label="change of loss (nats)",
+        x=[float(each) for each in bits],
+        lines={f"per {per}": [number(changes[Setting(each, per)].mean) for each in bits] for per in SCOPES},
+    )
 
-    precision = f"all, {str(subject.stock.dtype).removeprefix('torch.')}"
+
+def _table(
+    subject: Subject,
+    found: Mapping[Setting, Measured],
+    changes: Mapping[Setting, Interval],
+    weights: Sequence[int],
+    why_not: str | None,
+) -> Table:
+    def row(setting: Setting, measured: Measured) -> list[Cell]:
+        loss = sum(map(mul, measured.losses, weights)) / sum(weights)
+        difference = changes.get(setting)  # of full precision, none
+        words = ["all, float32", ""] if setting == FULL else [setting.bits, f"per {setting.per}"]
+        return [
+            *words,
+            number(loss),
+            difference and number(difference.mean),
+            _interval(difference),
+            number(measured.retrieved),
+        ]
+
     return Table(
         name="quantised_logits",
         title="Attention logits of few bits",
         meaning=_meaning(subject, weights, why_not),
         columns=["bits", "scope", "loss", "change", "interval", "needles retrieved"],
-        rows=[
-            row((precision, ""), full, None),
-            *(
-                row((setting.bits, f"per {setting.per}"), each, change(each.losses, full.losses, weights))
-                for setting, each in found.items()
-            ),
-        ],
+        rows=[row(*each) for each in found.items()],
     )
-
-
-def _share(measured: Measured) -> Number:
-    return None if measured.retrieved is None else number(measured.retrieved)
 
 
 def _interval(difference: Interval | None) -> str | None:
@@ -207,7 +213,8 @@ def _meaning(subject: Subject, weights: Sequence[int], why_not: str | None) -> s
     sentences = [
         "Attention logits are rounded to multiples of one step, whose largest multiple is the largest magnitude in a "
         "sequence, of all heads of a layer (per tensor) or of each head (per head).",
-        f"The loss is in nats, over {sum(weights):,} tokens in {sequences}, and its change is from full precision.",
+        f"The loss is in nats, over {sum(weights):,} tokens in {sequences}, and its change is from full "
+        "precision: float32 attention, whatever the model's dtype.",
     ]
     if len(weights) < SEQUENCES_FOR_AN_INTERVAL:
         sentences.append(f"There is no interval, which takes {SEQUENCES_FOR_AN_INTERVAL} sequences.")
@@ -216,7 +223,7 @@ def _meaning(subject: Subject, weights: Sequence[int], why_not: str | None) -> s
     if why_not is None:
         length, count = GRID.lengths[0], len(GRID.depths) * GRID.samples * GRID.queries
         sentences.append(
-            f"Needles are {count} questions about numbers hidden in {length} tokens of {_filler_name(subject)}, "
+            f"Needles are {count} questions about numbers hidden in {length} tokens of {subject.settings.data}, "
             "answered greedily."
         )
     else:
@@ -224,7 +231,7 @@ def _meaning(subject: Subject, weights: Sequence[int], why_not: str | None) -> s
     return " ".join(sentences)
 
 
-def _remark(changes: dict[Setting, Interval]) -> str:
+def _remark(changes: Mapping[Setting, Interval]) -> str:
     """The fewest bits that keep the loss, with one step per tensor and per head."""
     parts = []
     for per in SCOPES:

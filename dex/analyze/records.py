@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 VERSION = 1
+NEWLINE = "⏎"  # a line break within a token of an example
 
-Number = (
-    Annotated[float, Field(allow_inf_nan=False)] | None
-)  # None: it is not defined there (a layer without a branch)
+# None: it is not defined there (a layer without a branch).
+Number = Annotated[float, Field(allow_inf_nan=False)] | None
 Signs = Literal["raw", "absolute", "clipped", "renormalised"]
 FirstToken = Literal["counted", "left out"]
 
@@ -74,17 +74,23 @@ class Table(_Strict):
 
 
 class Example(_Strict):
-    """One text, token by token: how much of each head's attention goes where.
+    """One text, or a part of it, token by token: how much of each head's attention goes where.
 
-    masses: [L, H, T], the mean over the `queries` of the map's entries (signed for a DIFF layout). span: the answer.
+    start: where the part begins in the text; span (the answer) and queries count from there. masses: [L, H, T] of the
+    part, the mean over the text's queries of the map's entries (signed for a DIFF layout). on_answer, on_first and
+    on_all: [L, H] of the whole text, the mass of the answer, of the text's first token and of all tokens.
     """
 
     title: str
     meaning: str
-    tokens: list[str]
+    start: int
+    tokens: list[str]  # a line break is NEWLINE
     span: tuple[int, int]
     queries: list[int]
     masses: list[list[list[float]]]
+    on_answer: list[list[float]]
+    on_first: list[list[float]]
+    on_all: list[list[float]]
 
 
 class Findings(_Strict):
@@ -99,7 +105,7 @@ class Findings(_Strict):
 
 class ModelReport(_Strict):
     label: str
-    kind: str  # "a stock model", "a Dex adapter", "a folded model", "DIFF V1"
+    kind: str  # "a stock Llama", "a stock Llama, folded from a Dex adapter", "a DIFF Transformer V1"
     identity: dict[str, Any]
     layers: int
     heads: int  # of each layer: those whose outputs o_proj reads
@@ -125,12 +131,14 @@ class Report(_Strict):
     environment: dict[str, Any]
 
 
-def number(value: float) -> Number:
-    """A number of six digits as report.json has it; None for what is not finite."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+def number(value: float | None) -> Number:
+    """A number of six digits as report.json has it, 0 without a sign; None for what is not finite or None itself."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}") + 0.0  # −0 + 0 = 0
 
 
 def numbers(values: Any) -> Any:
     """The same for a tensor or nested lists of any depth."""
     values = values.tolist() if hasattr(values, "tolist") else values
-    return [numbers(each) for each in values] if isinstance(values, list) else number(float(values))
+    return [numbers(each) for each in values] if isinstance(values, list) else number(values)

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Findings, FirstToken, Statistic, numbers
-from dex.analyze.subject import FIRST_POSITION, Progress, Subject
+from dex.analyze.records import Findings, Signs, Statistic, numbers
+from dex.analyze.subject import Progress, Subject
 from dex.attention_maps import LayerMaps, for_each_layer
 from dex.errors import NotFinite
 from dex.heads import observed_head_outputs
+from dex.stats import FIRST_POSITION, evaluating, real_tokens_first
 
 COVARIANCES = 2 << 30  # bytes of the covariances that are kept at once; 15 layers of a model with H·D = 4096
+AT_ONCE = 1024  # vectors in one float32 product
 
 
 def analyze(subject: Subject, progress: Progress) -> Findings:
@@ -56,12 +58,11 @@ def analyze(subject: Subject, progress: Progress) -> Findings:
 def map_gram(subject: Subject, progress: Progress) -> Tensor:
     """⟨map_g, map_h⟩ of all heads of every layer, [L, H, H] float64, over all counted queries and keys."""
     gram = torch.zeros(len(subject.layers), subject.num_heads, subject.num_heads, dtype=torch.float64)
-    first_key = 0 if subject.settings.count_first_token else 1
 
     def take(maps: LayerMaps, position: Tensor) -> None:
         counted = position >= FIRST_POSITION  # [B, T]
         for block in maps.blocks():
-            of_query = block.map[..., first_key:].transpose(1, 2)  # [B, t, H, S]
+            of_query = block.map[..., subject.settings.first_key :].transpose(1, 2)  # [B, t, H, S]
             # A query's products are float32 sums of S terms; those of all queries are added in float64.
             products = (of_query @ of_query.mT)[counted[:, block.rows]]  # [n, H, H]
             gram[maps.layer_idx] += products.double().sum(0).cpu()
@@ -93,19 +94,20 @@ def layer_groups(subject: Subject) -> list[range]:
 def output_cka(subject: Subject, layers: range, progress: Progress) -> Tensor:
     """CKA of all heads of these layers, [len(layers), H, H] float64."""
     moments = {layer_idx: Moments() for layer_idx in layers}
-    outputs: dict[int, Tensor] = {}
+    counted = torch.empty(0)  # [B, T] bool, of the batch at work
 
-    def keep(layer_idx: int, output: Tensor) -> None:
-        outputs[layer_idx] = output
+    def take(layer_idx: int, output: Tensor) -> None:
+        if layer_idx in moments:
+            moments[layer_idx].add(output[counted])
 
-    def take(maps: LayerMaps, position: Tensor) -> None:  # called after the layer's `o_proj`
-        output = outputs.pop(maps.layer_idx)
-        if maps.layer_idx in moments:
-            moments[maps.layer_idx].add(output[position >= FIRST_POSITION])
-
-    of = len(subject.ids)
-    with observed_head_outputs(subject.stock, keep):
-        for_each_layer(subject.model, subject.batches(), take, lambda done: progress(done, of))
+    done = 0
+    with torch.no_grad(), evaluating(subject.model), observed_head_outputs(subject.stock, take):
+        for batch in subject.batches():
+            inputs, position = real_tokens_first(batch, subject.stock.device)
+            counted = position >= FIRST_POSITION
+            subject.stock.get_decoder()(**inputs, use_cache=False)  # the logits are not needed
+            done += len(position)
+            progress(done, len(subject.ids))
     return torch.stack([moments[layer_idx].cka(subject.num_heads) for layer_idx in layers])
 
 
@@ -128,9 +130,9 @@ class Moments:
         if n == 0:
             return
         mean = vectors.double().mean(0)
-        # float32 products of 1024 centred vectors at a time: within 2e-7 of float64's, CKA within 3e-9.
-        centred = (vectors.double() - mean).float()
-        covariance, mean = (centred.mT @ centred).double().cpu(), mean.cpu()
+        # float32 products, added in float64: of 65,536 vectors within 1e-7 of float64's, and 7e-7 if all at once.
+        parts = [(part.double() - mean).float() for part in vectors.split(AT_ONCE)]
+        covariance, mean = sum((part.mT @ part).double().cpu() for part in parts), mean.cpu()
         shift, total = mean - self.mean, self.count + n
         covariance += torch.outer(shift, shift) * (self.count * n / total)
         self.covariance = covariance.add_(self.covariance)
@@ -177,8 +179,10 @@ def _some_pair(values: Tensor) -> bool:
 
 
 def _statistics(subject: Subject, distance: Tensor, cka: Tensor) -> list[Statistic]:
-    first_token: FirstToken = "counted" if subject.settings.count_first_token else "left out"
-    apart = "1 minus the cosine of two heads' attention maps, each taken as one vector of all its entries"
+    first_token = subject.settings.first_token
+    signs: Signs | None = "raw" if subject.signed else None
+    entries = "signed entries as they are" if subject.signed else "entries"
+    apart = f"1 minus the cosine of two heads' attention maps, each taken as one vector of all its {entries}"
     alike = "Linear CKA of two heads' outputs (0: unrelated, 1: equal up to rotation and scale)"
     pairs, others = "mean over all pairs of heads of the layer", "mean over the other heads of its layer"
     return [
@@ -188,7 +192,7 @@ def _statistics(subject: Subject, distance: Tensor, cka: Tensor) -> list[Statist
             meaning=f"{apart}; {pairs}. The smaller, the more redundant the heads.",
             over="layer",
             values=numbers(over_pairs(distance)),
-            signs="raw",
+            signs=signs,
             first_token=first_token,
             headline=True,
         ),
@@ -198,7 +202,7 @@ def _statistics(subject: Subject, distance: Tensor, cka: Tensor) -> list[Statist
             meaning=f"{apart}; {others}.",
             over="head",
             values=numbers(over_others(distance)),
-            signs="raw",
+            signs=signs,
             first_token=first_token,
         ),
         Statistic(
@@ -207,6 +211,7 @@ def _statistics(subject: Subject, distance: Tensor, cka: Tensor) -> list[Statist
             meaning=f"{alike}; {pairs}. The larger, the more redundant the heads.",
             over="layer",
             values=numbers(over_pairs(cka)),
+            headline=True,
         ),
         Statistic(
             name="cka_of_head",

@@ -8,13 +8,11 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from dex.analyze.records import Signs
+from dex.analyze.records import FirstToken, Signs
 from dex.attention_maps import is_signed, unwrapped
 from dex.evaluate.evaluated import Evaluated
 from dex.settings import Block, YesNo, choice, number, text, whole
 from dex.settings_file import SettingsFile
-
-FIRST_POSITION = 32  # queries before it are not counted: they see few tokens, so their entropy is low by construction
 
 
 class Settings(Block):
@@ -29,6 +27,15 @@ class Settings(Block):
     count_first_token: YesNo = True
     threshold: Annotated[float, number(above=0, below=1)] = 1e-3  # weights below it are sparse
     seed: Annotated[int, whole(at_least=0)] = 0
+
+    @property
+    def first_key(self) -> int:
+        """The first key whose entries count."""
+        return 0 if self.count_first_token else 1
+
+    @property
+    def first_token(self) -> FirstToken:
+        return "counted" if self.count_first_token else "left out"
 
 
 SETTINGS = SettingsFile(Settings, "analysis")

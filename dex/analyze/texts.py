@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dex.analyze.subject import Passage, Settings
-from dex.data.calibrate import windows_of
+from dex.data.calibrate import Calibration, windows_of
 from dex.data.held_out import held_out_side
 from dex.data.sources import Skipped, Source, identity, pin, read_documents
 from dex.errors import DexError
@@ -73,7 +73,7 @@ def read_texts(settings: Settings, tokenizer: PreTrainedTokenizerBase, context: 
     )
 
 
-def _windows(settings: Settings, source: Source, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _windows(settings: Settings, source: Source, tokenizer: PreTrainedTokenizerBase) -> Calibration:
     """The first windows of the held-out documents, exactly as many as asked for."""
     skipped = Skipped()
     documents = read_documents(source, skipped, tokenizer)
@@ -82,7 +82,7 @@ def _windows(settings: Settings, source: Source, tokenizer: PreTrainedTokenizerB
     windows, seen = windows_of(documents, tokenizer, settings.sequences, settings.length)
     skipped.check(settings.data)
     found = 0 if windows is None else len(windows.input_ids)
-    if found < settings.sequences:
+    if windows is None or found < settings.sequences:
         side = f"among the documents held out ({settings.held_out:g} of them) " if settings.held_out else ""
         advice = "; or pass --held-out 0, to read what a run may have trained on" if settings.held_out else ""
         raise DexError(

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dex.adapter import base_outline
 from dex.analyze.differences import differences
 from dex.analyze.figures import draw_figures
 from dex.analyze.kind import introduction, kind_of
 from dex.analyze.page import render
 from dex.analyze.records import ModelReport, Report
-from dex.analyze.room import check_room
+from dex.analyze.room import Work, check_room
 from dex.analyze.sections import chosen, run_sections
 from dex.analyze.subject import Settings, Subject
 from dex.analyze.texts import Texts, read_texts
@@ -24,6 +25,7 @@ from dex.data.tokens import tokenizer_identity
 from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluate.evaluated import Evaluated, labels, load_evaluated
+from dex.models import load_tokenizer
 from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json, write_whole
 from dex.plots import check_matplotlib
 
@@ -54,21 +56,19 @@ def analyze(
     refuse_to_overwrite(output, force, REPORT)
     for model in models:
         refuse_output_over(output, model)
-        check_room(model, revision, dtype, settings, batch_size)
+        check_room(model, revision, dtype, Work(names, settings.length, batch_size))
     if figures:
         check_matplotlib()
-    reports, read = list[ModelReport](), list[tuple[str, Texts]]()
+    texts = _texts_of(models, own_labels, revision, settings)
+    reports = []
     for model, label in zip(models, own_labels, strict=True):
         evaluated = load_evaluated(model, label, dtype, batch_size, revision)
-        texts = read_texts(settings, evaluated.tokenizer, evaluated.context, label)
-        read.append((tokenizer_identity(evaluated.tokenizer), texts))
-        _refuse_other_tokens(read, own_labels)
         reports.append(_report_of(evaluated, model, settings, texts, names))
         del evaluated
         gc.collect()  # the first model goes before the second comes
     report = Report(
         settings={**settings.model_dump(mode="json"), "sections": names, "batch_size": batch_size},
-        text=read[0][1].about,
+        text=texts.about,
         models=reports,
         **_compared(reports),
         environment=environment(),
@@ -100,13 +100,21 @@ def _report_of(
     )
 
 
-def _refuse_other_tokens(read: Sequence[tuple[str, Texts]], names: Sequence[str]) -> None:
-    """Two models are put side by side on the same tokens."""
-    if len({identity for identity, _ in read}) > 1:
+def _texts_of(models: Sequence[str], own_labels: Sequence[str], revision: str | None, settings: Settings) -> Texts:
+    """What the models read: the same tokens, which all of them can hold. No weights are loaded for it.
+
+    Raises DexError for two models with different tokenizers, and as `read_texts`.
+    """
+    sources = [base_outline(model, revision) for model in models]
+    tokenizers = [load_tokenizer(source) for _, source in sources]
+    if len({tokenizer_identity(tokenizer) for tokenizer in tokenizers}) > 1:
         raise DexError(
-            f"{names[1]} has another tokenizer than {names[0]}, so they do not read the same tokens; analyse each by "
-            "itself."
+            f"{own_labels[1]} has another tokenizer than {own_labels[0]}, so they do not read the same tokens; "
+            "analyse each by itself."
         )
+    contexts = [int(config.max_position_embeddings) for config, _ in sources]
+    narrowest = min(range(len(models)), key=lambda index: contexts[index])
+    return read_texts(settings, tokenizers[0], contexts[narrowest], own_labels[narrowest])
 
 
 def _compared(reports: Sequence[ModelReport]) -> dict[str, Any]:

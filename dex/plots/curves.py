@@ -1,4 +1,4 @@
-"""Lines over training, one a variant: the mean over its seeds, with the range of the seeds as a band."""
+"""Lines over a common x (tokens, layers, ranks): the mean over seeds, with the range of the seeds as a band."""
 
 from __future__ import annotations
 

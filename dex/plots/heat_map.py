@@ -45,8 +45,10 @@ def draw_heat_map(
                 if math.isnan(value):
                     continue
                 share = (value - low) / ((high - low) or 1.0)
-                colour = "black" if share > 0.6 or (diverging and share > 0.25) else "white"
-                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
+                light = 0.25 < share < 0.75 if diverging else share > 0.6
+                colour = "black" if light else "white"
+                written = f"{value:.2f}" if limits else f"{value:.2g}"  # shares are between limits
+                axes.text(x, y, written, ha="center", va="center", fontsize=8, color=colour)
     made.colorbar(image, ax=axes)
     axes.set_title(title, fontsize=10)
     save(made, path)

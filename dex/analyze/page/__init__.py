@@ -2,9 +2,10 @@
 
     content.py        what stands where: the sections in their order, the models side by side
     written.py        numbers as the page writes them
-    data.py           the numbers that report.js draws, as compact JSON
+    data.py           the numbers that the scripts draw, as compact JSON
     report.html.jinja the words and tables, which are there without JavaScript
-    report.css, .js   inlined into the page
+    report.css        inlined into the page
+    *.js              inlined too, as one script in the order of SCRIPTS; start.js says what each file is for
 
 Whatever a model, a tokenizer or a user named is escaped: by jinja2 in the words, by `tojson` in the data.
 """
@@ -18,9 +19,12 @@ from markupsafe import Markup
 
 from dex import __version__
 from dex.analyze.page import written
-from dex.analyze.page.content import Page, is_numeric, rows, summary, tokens
+from dex.analyze.page.content import Page, apart, is_numeric, meanings_of, rows, summary, tokens
 from dex.analyze.page.data import data_of
 from dex.analyze.records import Report
+
+# One module: a constant has to stand before what uses it while the page starts.
+SCRIPTS = ("base.js", "colours.js", "drawing.js", "cells.js", "maps.js", "charts.js", "tokens.js", "start.js")
 
 
 def render(report: Report) -> str:
@@ -34,10 +38,14 @@ def render(report: Report) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters |= {"number": written.number, "setting": written.setting}
-    environment.globals |= {"is_numeric": is_numeric, "rows": rows, "summary": summary, "tokens": tokens}
+    environment.globals |= {each.__name__: each for each in (apart, is_numeric, meanings_of, rows, summary, tokens)}
     page = Page(report)
     return environment.get_template("report.html.jinja").render(
-        page=page, data=data_of(page), style=_own("report.css"), script=_own("report.js"), version=__version__
+        page=page,
+        data=data_of(page),
+        style=_own("report.css"),
+        scripts=[_own(name) for name in SCRIPTS],
+        version=__version__,
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics as averages
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from dex.analyze.page import written
-from dex.analyze.records import Curve, Example, Findings, ModelReport, Report, Statistic, Table
+from dex.analyze.records import NEWLINE, Curve, Example, Findings, ModelReport, Report, Statistic, Table
 
-# The order of display, and what each section asks. A section that is not named here comes last, under its own name.
+# The order of display, and what each section asks.
 SECTIONS = {
     "branch": (
         "The Dex branch",
@@ -50,12 +50,17 @@ class Measure:
     difference: Statistic | None
 
     @property
-    def treatment(self) -> list[str]:
-        """Sentences on signs and the first token; where two models differ in it, both choices."""
-        present = [each for each in self.of if each is not None]
-        signs = dict.fromkeys(SIGNS[each.signs] for each in present if each.signs is not None)
-        first_token = dict.fromkeys(FIRST_TOKEN[each.first_token] for each in present if each.first_token is not None)
+    def treatment(self) -> list[tuple[int | None, str]]:
+        """Sentences on signs and the first token, each with the model's index where two models differ in it."""
+        signs = apart([SIGNS[each.signs] if each is not None and each.signs else None for each in self.of])
+        first_token = apart(
+            [FIRST_TOKEN[each.first_token] if each is not None and each.first_token else None for each in self.of]
+        )
         return [*signs, *first_token]
+
+    @property
+    def meanings(self) -> list[tuple[int | None, str]]:
+        return apart(meanings_of(self.of))
 
     @property
     def range(self) -> str:
@@ -74,7 +79,7 @@ class Group:
     """The columns of one statistic in the table of layers."""
 
     measure: Measure
-    columns: list[tuple[int, list[str]]]  # the model's index, and its values as they are written
+    columns: list[tuple[int | None, list[str]]]  # the model's index (None: the difference), and its values as written
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,11 @@ class Section:
 
     @property
     def title(self) -> str:
-        return SECTIONS[self.name][0] if self.name in SECTIONS else self.name.replace("_", " ").capitalize()
+        return SECTIONS[self.name][0]
 
     @property
     def question(self) -> str:
-        return SECTIONS[self.name][1] if self.name in SECTIONS else ""
+        return SECTIONS[self.name][1]
 
     @property
     def present(self) -> list[tuple[int, Findings]]:
@@ -127,6 +132,10 @@ class Section:
         return [(index, found.example) for index, found in self.present if found.example is not None]
 
     @property
+    def example_meanings(self) -> list[tuple[int | None, str]]:
+        return apart(meanings_of([found.example if found is not None else None for found in self.found]))
+
+    @property
     def tables(self) -> list[tuple[Table, list[Table | None]]]:
         return _by_name(self.found, lambda found: found.tables)
 
@@ -150,7 +159,8 @@ class Page:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.models = report.models
-        self.sections = [Section(name, self.models, *self._of(name)) for name in self._names()]
+        there = {name for model in self.models for name in model.sections}
+        self.sections = [Section(name, self.models, *self._of(name)) for name in SECTIONS if name in there]
 
     @property
     def title(self) -> str:
@@ -165,7 +175,7 @@ class Page:
         """The model's index, the section's title, and why it was not computed."""
         for index, model in enumerate(self.models):
             for name, why in model.left_out.items():
-                yield index, Section(name, [], [], []).title, why
+                yield index, SECTIONS[name][0], why
 
     @property
     def facts(self) -> list[tuple[str, dict[str, Any]]]:
@@ -179,16 +189,23 @@ class Page:
             (name, facts) for name, facts in [*own, *models, *seconds, ("machine", self.report.environment)] if facts
         ]
 
-    def _names(self) -> list[str]:
-        there = dict.fromkeys(name for model in self.models for name in model.sections)
-        return [*(name for name in SECTIONS if name in there), *(name for name in there if name not in SECTIONS)]
-
     def _of(self, name: str) -> tuple[list[Findings | None], list[Measure]]:
         found = [model.sections.get(name) for model in self.models]
         differences = {each.name: each for each in self.report.differences}
         grouped = _by_name(found, lambda each: each.statistics)
         measures = [Measure(one, of, differences.get(one.name)) for one, of in grouped]
         return found, sorted(measures, key=lambda each: not each.one.headline)  # stable: the rest in its order
+
+
+def meanings_of(of: Sequence[Statistic | Curve | Table | Example | None]) -> list[str | None]:
+    return [None if each is None else each.meaning for each in of]
+
+
+def apart(said: list[str | None]) -> list[tuple[int | None, str]]:
+    """What is said of each model: once, with None, where it is the same; else each with the model's index."""
+    there = [(index, text) for index, text in enumerate(said) if text is not None]
+    same = len({text for _, text in there}) < 2
+    return [(None, text) for _, text in there[:1]] if same else [*there]
 
 
 def layer_values(statistic: Statistic) -> list[float | None]:
@@ -227,12 +244,12 @@ def tokens(example: Example) -> list[Token]:
             classes += ["answer-last"] if place == end - 1 else []
         if place in queries:
             classes.append("query")
-        shown = text.replace("\n", "⏎").replace("\t", "⇥")
+        shown = text.replace("\t", "⇥")
         if not shown.strip():
             shown = shown.replace(" ", "␣") or "∅"
         inside = first < place < end  # the answer's box has no gaps
         before = "" if inside else shown[: len(shown) - len(shown.lstrip())]
-        made.append(Token(before, shown[len(before) :], " ".join(classes), "⏎" in shown))
+        made.append(Token(before, shown[len(before) :], " ".join(classes), NEWLINE in shown))
     return made
 
 
@@ -263,10 +280,13 @@ def _mean(row: list[float | None]) -> float | None:
 
 
 def _group(measure: Measure) -> Group:
-    """All models' values with the same decimals."""
+    """All models' values with the same decimals; their difference, which is often much smaller, with its own."""
     values = [(index, each) for index, each in enumerate(measure.by_layer) if each is not None]
     text = iter(written.column([value for _, each in values for value in each]))
-    return Group(measure, [(index, [next(text) for _ in each]) for index, each in values])
+    columns: list[tuple[int | None, list[str]]] = [(index, [next(text) for _ in each]) for index, each in values]
+    if measure.difference is not None:
+        columns.append((None, written.column(layer_values(measure.difference))))
+    return Group(measure, columns)
 
 
 def _by_name(

@@ -1,8 +1,9 @@
-"""The numbers that report.js draws.
+"""The numbers that the scripts draw.
 
 Values have four significant digits, which is more than a colour or a hover shows; report.json has them whole. The
-masses of an example are most of the data (2 models × 32 layers × 32 heads × 300 tokens = 614,400 numbers), and go as
-base64 of float16: 2.7 characters each, with 11 bits.
+masses of an example are most of the data (2 models × 32 layers × 32 heads × 320 tokens = 655,360 numbers), and go as
+base64 of float16: 2.7 characters each. That keeps three digits of a mass from 6.1e-5 on, and below it steps of 6e-8,
+which are too fine for a colour to show; a smaller mass becomes 0. Sums are not made of these: the report has them.
 """
 
 from __future__ import annotations
@@ -71,10 +72,14 @@ def _examples(section: Section) -> list[dict[str, Any] | None]:
 def _example(example: Example) -> dict[str, Any]:
     masses = np.asarray(example.masses, dtype="<f2")  # [L, H, T]
     return {
+        "start": example.start,
         "span": example.span,
         "queries": example.queries,
         "shape": masses.shape,
         "masses": base64.b64encode(masses.tobytes()).decode("ascii"),
+        "onAnswer": example.on_answer,
+        "onFirst": example.on_first,
+        "onAll": example.on_all,
     }
 
 

@@ -1,4 +1,4 @@
-"""Numbers as the page writes them; report.js has the same rules in `written`."""
+"""Numbers as the page writes them; base.js has the same rules in `written`."""
 
 from __future__ import annotations
 
