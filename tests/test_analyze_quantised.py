@@ -199,12 +199,13 @@ def test_a_model_computes_with_the_explicitly_rounded_logits(kind: str, per: Sco
     torch.testing.assert_close(logits_of(model, input_ids=ids), plain, atol=0, rtol=0)  # and is as it was
 
 
+@pytest.mark.parametrize("bits", [None, 24])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_of_24_bits_is_the_model_itself_with_padding_too(kind: str) -> None:
+def test_a_model_of_24_bits_or_without_rounding_is_the_model_itself_with_padding_too(kind: str, bits: int | None) -> None:
     model = model_of(kind)
     ids, mask = padded((30, 21))
     plain = logits_of(model, input_ids=ids, attention_mask=mask)
-    with quantised_logits(stock_of(model), 24, "head"):
+    with quantised_logits(stock_of(model), bits, "head"):
         found = logits_of(model, input_ids=ids, attention_mask=mask)
     torch.testing.assert_close(found[mask.bool()], plain[mask.bool()], atol=2e-4, rtol=0)
 
@@ -213,8 +214,9 @@ def test_a_model_of_24_bits_is_the_model_itself_with_padding_too(kind: str) -> N
 def test_with_a_cache_a_query_sees_what_came_before(kind: str) -> None:
     model, ids = model_of(kind), tokens(1, 29, seed=3)[0].tolist()
     expected = plain_greedy(model, ids, 6, stop=-1)
-    with quantised_logits(model, 24, "tensor"):
-        assert Prefix(model, ids[:21], chunk=8).greedy(ids[21:], 6) == expected
+    for bits in (None, 24):
+        with quantised_logits(model, bits, "tensor"):
+            assert Prefix(model, ids[:21], chunk=8).greedy(ids[21:], 6) == expected
     with explicit_in(model, 4, "tensor"), Prefix(model, ids[:21], chunk=8).extended(ids[21:-1]) as logits:
         oracle = logits.double()
     with quantised_logits(model, 4, "tensor"), Prefix(model, ids[:21], chunk=8).extended(ids[21:-1]) as logits:
@@ -309,6 +311,28 @@ def test_statistics_are_the_changes_of_the_table() -> None:
 
 
 @pytest.mark.usefixtures("no_needles")
+def test_the_curve_has_the_changes_by_bits() -> None:
+    found = analyze(subject_of("llama"))
+    (curve,) = found.curves
+    rows = by_setting(found)
+    assert curve.x == [4.0, 6.0, 8.0]
+    assert curve.lines == {
+        scope: [rows[bits, scope][1] for bits in (4, 6, 8)] for scope in ("per tensor", "per head")
+    }
+
+
+@pytest.mark.usefixtures("no_needles")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_change_is_due_to_rounding_alone_in_any_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(section, "BITS", (24,))
+    model = tiny_model("llama", dtype=dtype)
+    found = by_setting(analyze(subject_of(model)))
+    print(found)
+    for per in ("per tensor", "per head"):
+        assert abs(found[24, per][1]) < 1e-4
+
+
+@pytest.mark.usefixtures("no_needles")
 def test_five_sequences_give_an_interval_that_holds_the_change() -> None:
     found = analyze(subject_of("llama", lengths=(30,) * 5))
     _, change, interval, _ = by_setting(found)[4, "per tensor"]
@@ -357,7 +381,7 @@ def test_the_share_retrieved_is_that_of_right_answers_under_every_setting(monkey
     monkeypatch.setattr(section, "answer_haystack", answer)
     found = by_setting(analyze(subject_of("llama", lengths=(20, 20))))
     assert [row[-1] for row in found.values()] == [0.5] * 7
-    assert asked == [("sdpa", [0, 1])] * 2 + [("dex_quantised", [0, 1])] * 12
+    assert asked == [("dex_quantised", [0, 1])] * 14
 
 
 def test_needles_are_asked_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +390,21 @@ def test_needles_are_asked_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None
     found = analyze(subject_of("llama", lengths=(20, 20)))
     assert [row[-1] for row in by_setting(found).values()] == [0.0] * 3  # random weights know no number
     assert "4 questions about numbers hidden in 420 tokens of pydoc" in found.tables[0].meaning
+    assert "a check" in found.tables[0].meaning
+
+
+def test_needles_are_drawn_by_the_seed_of_the_settings_from_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(section, "GRID", FITTING)
+
+    def haystacks(**settings: Any) -> list[list[int]]:
+        items, why_not = section._needles(subject_of("llama", lengths=(20, 20), **settings))
+        assert why_not is None
+        return [item.haystack.ids for item in items]
+
+    first = haystacks(seed=0)
+    assert haystacks(seed=0) == first
+    assert haystacks(seed=1) != first
+    assert haystacks(seed=0, data="stdlib") != first
 
 
 def test_a_context_or_tokenizer_without_room_leaves_the_needles_out_and_says_why(
@@ -382,11 +421,6 @@ def test_a_context_or_tokenizer_without_room_leaves_the_needles_out_and_says_why
         assert {row[-1] for row in by_setting(found).values()} == {None}
         said = found.tables[0].meaning.partition("No needles were asked: ")[2]
         assert reason in said
-
-
-def test_a_text_of_the_hub_is_no_filler() -> None:
-    assert section._filler_name(subject_of("llama", data="someone/a-dataset")) == "pydoc"
-    assert section._filler_name(subject_of("llama", data="stdlib")) == "stdlib"
 
 
 # What is said of it
