@@ -28,7 +28,7 @@ os.environ.update(
 
 
 # PEFT compiles its template of a model card anew for every checkpoint: a sixth of the time of a run of eight steps.
-jinja2.Environment.compile = functools.lru_cache(maxsize=64)(jinja2.Environment.compile)  # type: ignore[method-assign]
+jinja2.Environment.compile = functools.lru_cache(maxsize=64)(jinja2.Environment.compile)  # type: ignore
 
 
 def pytest_collection_finish() -> None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -78,7 +79,7 @@ class Dex:
 
     def __init__(self, *arguments: object, largest_file: int | None = None, **environment: str) -> None:
         self._said = Path(tempfile.mkdtemp(prefix="dex-tests-said-"))
-        atexit.register(shutil.rmtree, self._said, ignore_errors=True)
+        weakref.finalize(self, shutil.rmtree, self._said, ignore_errors=True)
         said = (str(self._said), environment, largest_file)
         self._process = start(_dex, [*map(str, arguments)], *said)
 
@@ -161,7 +162,7 @@ def _fork_runs_from_the_server_of_the_test(said: str) -> None:
 
     from dex.study import work
 
-    _forkserver.ensure_running = lambda: None
+    _forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     work._child = functools.partial(_run_of_study, said, dict(os.environ))
 
 

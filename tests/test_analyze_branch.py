@@ -387,6 +387,9 @@ def test_of_a_folded_model_the_values_of_the_fold_are_reported(tmp_path: Path) -
     assert values(found, "branch_mean_ratio") == 2e-5
     assert found.remarks[0].startswith("The branch is inert:")
     assert "recorded at the fold" in found.remarks[1]
+    (mean,) = (one for one in found.statistics if one.name == "branch_mean_ratio")
+    assert "as recorded when the adapter was folded; below 0.001 the branch is called inert." in mean.meaning
+    assert [one.name for one in found.statistics if one.headline] == ["dex_lam", "branch_ratio"]
 
 
 def test_a_fold_of_some_layers_has_none_for_the_others(tmp_path: Path) -> None:

@@ -169,6 +169,11 @@ def test_a_hidden_state_that_is_blown_up_is_named_with_its_layer() -> None:
     assert "is in layer 1, " in found.remarks[0]
 
 
+def test_the_ratios_are_shown_first() -> None:
+    found = outliers.analyze(subject_of("llama", lengths=(9,)), lambda done, of: None)
+    assert [one.name for one in found.statistics if one.headline] == ["logit_outlier_ratio", "hidden_outlier_ratio"]
+
+
 def test_progress_counts_the_sequences() -> None:
     seen: list[tuple[int, int]] = []
     outliers.analyze(subject_of("llama"), lambda done, of: seen.append((done, of)))
