@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig
 
-from dex.adapter import base_outline, is_adapter
+from dex.adapter import is_adapter
 from dex.analyze.redundancy import COVARIANCES
 from dex.errors import DexError
 from dex.memory import available
-from dex.models import quiet
+from dex.models import ModelSource, quiet
 from dex.planning.outline import checkpoint_dtype, count, on_meta
 from dex.planning.words import size
 
@@ -32,13 +32,15 @@ class Work(NamedTuple):
     batch_size: int
 
 
-def check_room(name: str, revision: str | None, dtype: str, work: Work) -> None:
-    """Raise DexError, with what would fit, where the memory that is free does not hold the work."""
+def check_room(name: str, config: PretrainedConfig, source: ModelSource, dtype: str, work: Work) -> None:
+    """Raise DexError, with what would fit, where the memory that is free does not hold the work.
+
+    config, source: of the model, or of an adapter's base (`dex.adapter.base_outline`).
+    """
     free = available()
     if free is None:
         return
     with quiet():
-        config, source = base_outline(name, revision)
         own = checkpoint_dtype(config, source)
         kept = own if dtype == "auto" else getattr(torch, dtype)
         parameters = count(on_meta(config, kept, source))

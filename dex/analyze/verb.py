@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from dex.adapter import base_outline
 from dex.analyze.differences import differences
 from dex.analyze.figures import draw_figures
@@ -25,7 +27,7 @@ from dex.data.tokens import tokenizer_identity
 from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluate.evaluated import Evaluated, labels, load_evaluated
-from dex.models import load_tokenizer
+from dex.models import ModelSource, load_tokenizer
 from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json, write_whole
 from dex.plots import check_matplotlib
 
@@ -54,12 +56,13 @@ def analyze(
     if len(models) > 2:
         raise DexError(f"{len(models)} models were given; analyse one, or two side by side.")
     refuse_to_overwrite(output, force, REPORT)
-    for model in models:
+    outlines = [base_outline(model, revision) for model in models]
+    for model, outline in zip(models, outlines, strict=True):
         refuse_output_over(output, model)
-        check_room(model, revision, dtype, Work(names, settings.length, batch_size))
+        check_room(model, *outline, dtype, Work(names, settings.length, batch_size))
     if figures:
         check_matplotlib()
-    texts = _texts_of(models, own_labels, revision, settings)
+    texts = _texts_of(outlines, own_labels, settings)
     reports = []
     for model, label in zip(models, own_labels, strict=True):
         evaluated = load_evaluated(model, label, dtype, batch_size, revision)
@@ -100,20 +103,21 @@ def _report_of(
     )
 
 
-def _texts_of(models: Sequence[str], own_labels: Sequence[str], revision: str | None, settings: Settings) -> Texts:
+def _texts_of(
+    outlines: Sequence[tuple[PretrainedConfig, ModelSource]], own_labels: Sequence[str], settings: Settings
+) -> Texts:
     """What the models read: the same tokens, which all of them can hold. No weights are loaded for it.
 
     Raises DexError for two models with different tokenizers, and as `read_texts`.
     """
-    sources = [base_outline(model, revision) for model in models]
-    tokenizers = [load_tokenizer(source) for _, source in sources]
+    tokenizers = [load_tokenizer(source) for _, source in outlines]
     if len({tokenizer_identity(tokenizer) for tokenizer in tokenizers}) > 1:
         raise DexError(
             f"{own_labels[1]} has another tokenizer than {own_labels[0]}, so they do not read the same tokens; "
             "analyse each by itself."
         )
-    contexts = [int(config.max_position_embeddings) for config, _ in sources]
-    narrowest = min(range(len(models)), key=lambda index: contexts[index])
+    contexts = [int(config.max_position_embeddings) for config, _ in outlines]
+    narrowest = min(range(len(contexts)), key=lambda index: contexts[index])
     return read_texts(settings, tokenizers[0], contexts[narrowest], own_labels[narrowest])
 
 
