@@ -138,6 +138,34 @@ def test_the_command_prints_the_overview_or_one_json_object(tmp_path: Path, run:
     assert json.loads(out)["models"]["base"]["kind"] == "a stock Llama"
 
 
+def test_force_deletes_no_folder_of_another_command_no_base_and_no_text(models: Path, tmp_path: Path) -> None:
+    """dex study writes a report.json as well."""
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "report.json").write_text("{}")
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "report.schema.json").write_text("{}")
+    (text / "a.txt").write_text("words " * 100)
+    base, adapter = str(models / "base"), str(models / "adapter")
+    for model, output, data in (
+        (base, tmp_path / "study", "pydoc"),
+        (adapter, models / "base", "pydoc"),
+        (adapter, models / "base" / "inside", "pydoc"),
+        (base, text, str(text)),
+    ):
+        with pytest.raises(DexError):
+            verb.analyze([model], output, SETTINGS.block(data=data, length=64, held_out=0.0), force=True)
+    assert (tmp_path / "study" / "report.json").exists()
+    assert (text / "a.txt").exists()
+    assert (models / "base" / "config.json").exists()
+
+
+def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
+    base = str(write_tiny(tmp_path / r"$\frac{$"))
+    verb.analyze([base], tmp_path / "out", SMALL, sections=["attention"])
+    assert list((tmp_path / "out" / "figures").glob("*-entropy.png"))
+
+
 def test_what_cannot_be_done_is_one_sentence_and_writes_nothing(tmp_path: Path, run: Any) -> None:  # noqa: F811
     base = write_tiny(tmp_path / "base")
     (tmp_path / "full").mkdir()
@@ -156,8 +184,9 @@ def test_what_cannot_be_done_is_one_sentence_and_writes_nothing(tmp_path: Path, 
         ([tmp_path / "gpt", *out], ["gpt2"]),
         ([tmp_path / "nowhere", *out], ["nowhere"]),
         ([base, base, *out], ["named twice"]),
-        ([base, *out, "--threshold", "0"], ["threshold: 0.0"]),
+        ([base, *out, "--threshold", "1e-300"], ["threshold: 1e-300"]),
         ([base, *out, "--signs", "squared"], ["signs: 'squared'"]),
+        ([base, *out, "--dtype", "bf16"], ["'bf16'", "bfloat16"]),
     ):
         held_out = () if "--span" not in arguments else ("--held-out", "0")
         given = [each for each in arguments if each not in held_out]

@@ -414,6 +414,8 @@ def test_a_certificate_without_a_branch_leaves_the_section_out(tmp_path: Path, c
         {"branch": {"lam": [0.1]}},
         {"branch": {"layers": [], "lam": [], "ratio": [], "mean_ratio": 0}},
         {"branch": {"layers": [0, 1], "lam": [0.1], "ratio": [0.1], "mean_ratio": 0.1}},
+        {"branch": {"layers": [3], "lam": [0.1], "ratio": [0.1], "mean_ratio": 0.1}},
+        {"branch": {"layers": [1, 1], "lam": [0.1, 0.2], "ratio": [0.1, 0.2], "mean_ratio": 0.1}},
     ],
 )
 def test_a_damaged_certificate_is_refused(tmp_path: Path, certificate: Any) -> None:

@@ -32,7 +32,7 @@ def folded_branch(subject: Subject) -> Findings:
     path = Path(subject.path) / CERTIFICATE
     if not path.is_file():
         raise LeftOut("The model has no Dex branch, and no certificate says that one was folded into it.")
-    recorded = _read_certificate(path)
+    recorded = _read_certificate(path, len(subject.layers))
     where = ", as recorded when the adapter was folded"
     remarks = [
         verdict(recorded.mean_ratio, recorded.lam),
@@ -44,14 +44,16 @@ def folded_branch(subject: Subject) -> Findings:
     return Findings(statistics=statistics, remarks=remarks)
 
 
-def _read_certificate(path: Path) -> _Recorded:
+def _read_certificate(path: Path, num_layers: int) -> _Recorded:
     try:
         certificate: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(certificate, dict):
             raise ValueError("it holds no JSON object")
         branch = certificate.get("branch")
         recorded = None if branch is None else _Recorded.model_validate(branch)
-        if recorded is not None and not len(recorded.layers) == len(recorded.lam) == len(recorded.ratio) > 0:
+        if recorded is not None and not set(recorded.layers) <= set(range(num_layers)):
+            raise ValueError("it names a layer that the model has not")
+        if recorded is not None and not len(set(recorded.layers)) == len(recorded.lam) == len(recorded.ratio) > 0:
             raise ValueError("its layers, their λ and their ratios are not as many")
     except (OSError, ValueError, ValidationError) as error:
         reason = str(error).splitlines()[0]

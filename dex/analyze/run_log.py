@@ -7,6 +7,7 @@ A line of the log holds `lam` and `branch_ratio`, one number for each of the A a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def _entry(line: str) -> dict[str, Any] | None:
         entry = json.loads(line)
     except ValueError:
         return None
-    return entry if isinstance(entry, dict) and _is_number(entry.get("step")) else None
+    return entry if isinstance(entry, dict) and _is_step(entry.get("step")) else None
 
 
 def _values(
@@ -95,8 +96,13 @@ def _values(
     return found
 
 
+def _is_step(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """NaN is one: a λ that diverged. An integer of hundreds of digits is JSON too, and none."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def _curve(

@@ -25,7 +25,7 @@ class Settings(Block):
     span: Annotated[str | None, text(null=True)] = None  # the answer; without it, needles in a haystack
     signs: Annotated[Signs, choice(Signs)] = "renormalised"  # of DIFF maps, where a statistic needs a distribution
     count_first_token: YesNo = True
-    threshold: Annotated[float, number(above=0, below=1)] = 1e-3  # weights below it are sparse
+    threshold: Annotated[float, number(at_least=1e-9, below=1)] = 1e-3  # weights below it are sparse
     seed: Annotated[int, whole(at_least=0)] = 0
 
     @property

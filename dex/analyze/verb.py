@@ -27,7 +27,7 @@ from dex.data.tokens import tokenizer_identity
 from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluate.evaluated import Evaluated, labels, load_evaluated
-from dex.models import ModelSource, load_tokenizer
+from dex.models import DTYPES, ModelSource, load_tokenizer
 from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json, write_whole
 from dex.plots import check_matplotlib
 
@@ -55,10 +55,14 @@ def analyze(
     names, own_labels = chosen(sections), labels(models)
     if len(models) > 2:
         raise DexError(f"{len(models)} models were given; analyse one, or two side by side.")
-    refuse_to_overwrite(output, force, REPORT)
+    refuse_to_overwrite(output, force, SCHEMA)
+    if dtype not in DTYPES:
+        raise DexError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
+    refuse_output_over(output, settings.data)
     outlines = [base_outline(model, revision) for model in models]
     for model, outline in zip(models, outlines, strict=True):
-        refuse_output_over(output, model)
+        for read in (model, outline[1].id):  # an adapter's base is read too
+            refuse_output_over(output, read)
         check_room(model, *outline, dtype, Work(names, settings.length, batch_size))
     if figures:
         check_matplotlib()
@@ -129,7 +133,7 @@ def _compared(reports: Sequence[ModelReport]) -> dict[str, Any]:
 
 
 def _write(report: Report, output: Path, figures: bool, force: bool) -> None:
-    with whole_folder(output, force, REPORT) as partial:
+    with whole_folder(output, force, SCHEMA) as partial:  # dex study has a report.json too
         write_json(partial / REPORT, report.model_dump(mode="json"))
         write_json(partial / SCHEMA, Report.model_json_schema())
         write_whole(partial / PAGE, render(report))

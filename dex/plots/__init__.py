@@ -43,6 +43,11 @@ def panels(width: float, heights: Sequence[float]) -> tuple[Any, list[Any]]:
     return made, drawn
 
 
+def plain(text: str) -> str:
+    """A text as it is: matplotlib reads what stands between dollars as a formula."""
+    return text.replace("$", r"\$")
+
+
 def save(made: Any, path: Path) -> None:
     """Write a PNG, whole or not at all."""
     partial = path.parent / f".{path.name}.partial"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dex.plots import COLOURS, figure, save
+from dex.plots import COLOURS, figure, plain, save
 
 Floats = NDArray[np.float64]
 STYLES = ("-", "--", ":", "-.")  # with the colours, 32 lines that can be told apart
@@ -35,7 +35,7 @@ def plot_curves(
         how: dict[str, Any] = (
             {"linestyle": "none", "marker": "o", "markersize": 3.5} if points else {"linestyle": style}
         )
-        axes.plot(at, values.mean(axis=0), color=colour, label=name, linewidth=1.4, **how)
+        axes.plot(at, values.mean(axis=0), color=colour, label=plain(name), linewidth=1.4, **how)
         if len(values) > 1:
             axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.12, linewidth=0)
     if zero:
@@ -44,7 +44,7 @@ def plot_curves(
         axes.set_xscale("log")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(plain(title), fontsize=10)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
     save(made, path)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dex.plots import figure, save
+from dex.plots import figure, plain, save
 
 WRITTEN = 144  # cells at most, for their values to be legible
 LABELS = 24  # at most on an axis, so that they do not overlap
@@ -50,5 +50,5 @@ def draw_heat_map(
                 written = f"{value:.2f}" if limits else f"{value:.2g}"  # shares are between limits
                 axes.text(x, y, written, ha="center", va="center", fontsize=8, color=colour)
     made.colorbar(image, ax=axes)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(plain(title), fontsize=10)
     save(made, path)
