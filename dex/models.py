@@ -166,8 +166,7 @@ def load_model(
     `quantise`: "4bit" or "8bit" quantises all but K, V, O and the head with bitsandbytes.
     Raises DexError, in one sentence, for everything that can be wrong with a model, a path or the network.
     """
-    if dtype not in DTYPES:
-        raise DexError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     place = _locate(model, revision)
     config = _read_config(place, families)
     _fetch(place, _MODEL_FILES)
@@ -180,6 +179,12 @@ def load_model(
     # PEFT writes this name into the adapter; a path into the cache would mean nothing on another machine.
     loaded.name_or_path = loaded.config.name_or_path = tokenizer.name_or_path = place.source.id
     return LoadedModel(loaded, tokenizer, place.source, quantise, whole_fingerprint)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise DexError for a name that no dtype of ours has."""
+    if dtype not in DTYPES:
+        raise DexError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from eager_maps import eager_maps
 from test_prefix import KINDS, ids, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dex.attention_maps import SIGNED, is_signed, unwrapped
+from dex.attention_maps import SIGNED, is_signed
 from dex.evaluate.attention_mass import SPANS, answer_masses, observed_masses, spans_of
 from dex.evaluate.haystack import Haystack, Needle
 from dex.evaluate.prefix import Prefix
@@ -25,35 +26,14 @@ def haystack(length: int = 60, question: int = 7) -> Haystack:
 def masses_by_hand(model: Any, hay: Haystack, which: int, answer: list[int]) -> torch.Tensor:
     """[L, H, C], from the eager maps of one plain forward pass."""
     prompt = [*hay.ids, *hay.questions[which]]
-    whole = torch.tensor([[*prompt, *answer[:-1]]])
-    stock = unwrapped(model)
-    before = stock.config._attn_implementation
-    stock.set_attn_implementation("eager")
-    hidden: list[torch.Tensor] = []
-    handles = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: hidden.append(kwargs["hidden_states"]), with_kwargs=True
-        )
-        for layer in stock.get_decoder().layers
-    ]
-    with torch.no_grad():
-        maps = model(input_ids=whole, output_attentions=True, use_cache=False).attentions
-    for handle in handles:
-        handle.remove()
-    stock.set_attn_implementation(before)
     masses = []
-    for index, both in enumerate(maps):
-        heads = both[0]
-        attention = stock.get_decoder().layers[index].self_attn
-        if is_signed(model):
-            first, second = heads.chunk(2)
-            heads = signed(attention, first, second, hidden[index])
-        rows = heads[:, len(prompt) - 1 :]  # [H, t, T]
+    for maps in eager_maps(model, [*prompt, *answer[:-1]]):
+        rows = maps.map[:, len(prompt) - 1 :]  # [H, t, T]
         taken: dict[str, list[int]] = {span: [] for span in SPANS}
-        for token in range(whole.shape[1]):
+        for token in range(rows.shape[-1]):
             taken[by_hand(hay, which, token)].append(token)
         masses.append(torch.stack([rows[..., taken[span]].sum(-1).mean(1) for span in SPANS], dim=-1))
-    return torch.stack(masses)
+    return torch.stack(masses).float()
 
 
 def by_hand(hay: Haystack, which: int, token: int) -> str:
@@ -63,14 +43,6 @@ def by_hand(hay: Haystack, which: int, token: int) -> str:
         return "question"
     inside = [i for i, needle in enumerate(hay.needles) if needle.span[0] <= token < needle.span[1]]
     return ("answer" if inside[0] == which else "other_needles") if inside else "noise"
-
-
-def signed(attention: Any, first: torch.Tensor, second: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    if attention.config.model_type == "diff_v2":
-        lam = torch.sigmoid(hidden[0] @ attention.lambda_proj.weight.T).T[..., None]  # [H, T, 1]
-        return first - lam * second
-    a, b = ((getattr(attention, f"lambda_q{i}") @ getattr(attention, f"lambda_k{i}")).exp() for i in (1, 2))
-    return first - (a - b + attention.lambda_init) * second
 
 
 @pytest.mark.parametrize("answer", [VALUE, VALUE[:1]], ids=["four queries", "one query"])

@@ -27,7 +27,7 @@ from dex.data.tokens import tokenizer_identity
 from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluate.evaluated import Evaluated, labels, load_evaluated
-from dex.models import DTYPES, ModelSource, load_tokenizer
+from dex.models import ModelSource, check_dtype, load_tokenizer
 from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json, write_whole
 from dex.plots import check_matplotlib
 
@@ -56,8 +56,7 @@ def analyze(
     if len(models) > 2:
         raise DexError(f"{len(models)} models were given; analyse one, or two side by side.")
     refuse_to_overwrite(output, force, SCHEMA)
-    if dtype not in DTYPES:
-        raise DexError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     refuse_output_over(output, settings.data)
     outlines = [base_outline(model, revision) for model in models]
     for model, outline in zip(models, outlines, strict=True):
