@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from bench_models import SMOLLM2, Shape, llama
-from bench_timing import alternate, figure, ratio, resident
+from bench_timing import alternate, figure, memory_by_length, ratio, resident
 from dex.analyze import attention, maps, redundancy
 from dex.analyze.room import Work, working_bytes
 from dex.analyze.sections import SECTIONS
@@ -66,21 +66,6 @@ def speed(length: int, repeats: int) -> Iterator[dict[str, Any]]:
     seconds = alternate({"plain": plain, "analysed": lambda: attention.analyze(read, quietly)}, repeats)
     slower = ratio(seconds["analysed"], seconds["plain"])
     yield figure(f"map-free statistics / forward pass, {length} tokens", slower, "<= 2.5", slower <= 2.5)
-
-
-def memory(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
-    added = {length: in_child(length) for length in lengths}
-    for length, size in added.items():
-        per_1k = size / MIB / (length / 1024)
-        yield figure(f"statistics of the maps, {length} tokens, MiB per 1024 tokens", per_1k, "", True)
-    first, last = lengths[0], lengths[-1]
-    growth = (added[last] / last) / (added[first] / first)
-    yield figure(f"statistics of the maps, memory per token, {last} against {first}", growth, "<= 1.2", growth <= 1.2)
-
-
-def in_child(length: int) -> int:
-    command = [sys.executable, __file__, "--child", str(length)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def block_memory(length: int) -> int:
@@ -127,7 +112,7 @@ def main() -> None:
         return
     benchmarks = {
         "speed": lambda: speed(given.length, given.repeats),
-        "memory": lambda: memory(given.lengths),
+        "memory": lambda: memory_by_length(__file__, "statistics of the maps", given.lengths),
         "report": report,
     }
     for name, run in benchmarks.items():

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from bench_models import SMOLLM2, Shape, llama
-from bench_timing import alternate, figure, ratio, resident
+from bench_timing import alternate, figure, memory_by_length, ratio, resident
 from dex.cli import quiet_libraries
 from dex.evaluate.attention_mass import answer_masses
 from dex.evaluate.haystack import Haystack, Needle
@@ -29,7 +27,6 @@ from dex.evaluate.prefix import Prefix
 
 QUERIES, NEW_TOKENS, VALUE_TOKENS = 8, 16, 4
 SMALL = Shape(4_096, 64, 192, 2, 2, 1, 32)
-MIB = 2**20
 
 
 def haystack(length: int, vocab: int) -> Haystack:
@@ -59,21 +56,6 @@ def shared(length: int, repeats: int) -> Iterator[dict[str, Any]]:
     )
 
 
-def memory(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
-    added = {length: in_child(length) for length in lengths}
-    for length, size in added.items():
-        per_1k = size / MIB / (length / 1024)
-        yield figure(f"needle analysis, {length} tokens, MiB per 1024 tokens", per_1k, "", True)
-    first, last = lengths[0], lengths[-1]
-    growth = (added[last] / last) / (added[first] / first)
-    yield figure(f"needle analysis, memory per token, {last} against {first} tokens", growth, "<= 1.2", growth <= 1.2)
-
-
-def in_child(length: int) -> int:
-    command = [sys.executable, __file__, "--child", str(length)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
 def analysis_memory(length: int) -> int:
     """Bytes that one answer and its masses add to the peak."""
     model = llama(SMALL)
@@ -100,7 +82,7 @@ def main() -> None:
         return
     benchmarks = {
         "shared": lambda: shared(given.length, given.repeats),
-        "memory": lambda: memory(given.lengths),
+        "memory": lambda: memory_by_length(__file__, "needle analysis", given.lengths),
     }
     for name, run in benchmarks.items():
         if given.only in (None, name):

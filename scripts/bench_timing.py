@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dex import memory
@@ -38,3 +40,18 @@ def resident(what: str = "VmHWM") -> int:
     found = memory.resident(what)
     assert found is not None, "the benchmark needs Linux' /proc"
     return found
+
+
+def memory_by_length(script: str, what: str, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The bytes that `script --child LENGTH`, a process of its own, says it adds, at each length; and their growth."""
+    added = {length: _in_child(script, length) for length in lengths}
+    for length, size in added.items():
+        yield figure(f"{what}, {length} tokens, MiB per 1024 tokens", size / 2**20 / (length / 1024), "", True)
+    first, last = lengths[0], lengths[-1]
+    growth = (added[last] / last) / (added[first] / first)
+    yield figure(f"{what}, memory per token, {last} against {first} tokens", growth, "<= 1.2", growth <= 1.2)
+
+
+def _in_child(script: str, length: int) -> int:
+    command = [sys.executable, script, "--child", str(length)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
