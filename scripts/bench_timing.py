@@ -43,7 +43,7 @@ def resident(what: str = "VmHWM") -> int:
 
 
 def memory_by_length(script: str, what: str, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The bytes that `script --child LENGTH`, a process of its own, says it adds, at each length; and their growth."""
+    """The bytes that `script --child LENGTH`, a process of its own, says it adds at each length, and growth."""
     added = {length: _in_child(script, length) for length in lengths}
     for length, size in added.items():
         yield figure(f"{what}, {length} tokens, MiB per 1024 tokens", size / 2**20 / (length / 1024), "", True)
