@@ -118,8 +118,8 @@ def heads(
 ) -> None:
     """Score the heads of MODEL, choose some of each layer, and write the plan."""
     k = _per_layer(per_layer)
-    from dex.convert import Choice, write_plan
     from dex.data import Source
+    from dex.verbs.convert import Choice, write_plan
 
     choice = Choice(criterion, k, Source(data), sequences, length, seed, held_out)
     plan = write_plan(model, output, choice, revision=revision, dtype=dtype, force=force)
@@ -162,7 +162,7 @@ def convert(
         _refuse_beside(context, "--layout", _DEX_OPTIONS)
         given_seed = seed if _was_given(context, "seed") else None
         target = _target(layout, layout_heads, norm, option, given_seed)
-        from dex import lay_out as verb_of_layouts
+        from dex.verbs import lay_out as verb_of_layouts
 
         record = verb_of_layouts.lay_out(
             model,
@@ -186,10 +186,10 @@ def convert(
         _refuse_beside(context, "--plan", scoring)
     if schedule == "off":
         _refuse_beside(context, "--schedule off", ("plan", *scoring))
-    from dex import convert as verb
     from dex.data import Source
     from dex.heads import HeadPlan
     from dex.tuner import DexConfig
+    from dex.verbs import convert as verb
 
     config = DexConfig(
         task_type="CAUSAL_LM",
@@ -228,8 +228,8 @@ def _target(layout: str, heads: Any, norm: Any, option: list[str] | None, seed: 
     ):
         if value is not None and value not in words:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(words)}", param_hint=flag)
-    from dex.lay_out import Target
     from dex.layouts.options import parse_options
+    from dex.verbs.lay_out import Target
 
     return Target(layout, heads, norm, seed, parse_options(option or []))
 
@@ -249,8 +249,8 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Write a model with fresh weights, to be trained from scratch beside others of its size."""
-    from dex import init as verb
     from dex.layouts.options import parse_options
+    from dex.verbs import init as verb
 
     options = parse_options(option or [])
     record = verb.init(
@@ -276,12 +276,12 @@ def train(
 
     loaded = load_recipe(recipe, overrides or [])
     if dry_run:
-        from dex import dry_run as check
+        from dex.verbs import dry_run as check
 
         seen, made = check.dry_run(loaded, force=force)
         show({"output": loaded.output, **seen}, check.describe(loaded, seen, made), as_json)
         return
-    from dex import train as verb
+    from dex.verbs import train as verb
 
     result = verb.train(loaded, force=force)
     show({"output": loaded.output, **result}, verb.describe(loaded, result), as_json)
@@ -308,12 +308,12 @@ def plan(
         from dex.recipe import load_recipe
 
         loaded = load_recipe(subject, overrides or [])
-        from dex import plan as verb
+        from dex.verbs import plan as verb
 
         made: Any = verb.plan(loaded, device, processes, sharding)  # type: ignore[arg-type]
     else:
         _refuse_beside(context, "a model", ("overrides", "device", "processes", "sharding"))
-        from dex import plan as verb
+        from dex.verbs import plan as verb
 
         made = verb.plan_model(subject, revision)
     show(made.to_dict(), verb.describe(made), as_json)
@@ -331,7 +331,7 @@ def fold(
     as_json: Json = False,
 ) -> None:
     """Fold ADAPTER into a stock checkpoint, and certify that it computes the same."""
-    from dex import fold as verb
+    from dex.verbs import fold as verb
 
     certificate = verb.fold(adapter, output, text=text, into_unquantised=into_unquantised, force=force)
     show({"folder": str(output), **certificate}, f"{verb.describe(certificate)}\nwritten to {output}", as_json)
@@ -358,7 +358,7 @@ def evaluate(
     from dex.suites import suite_of
 
     chosen = suite_of(suite, [*([f"recipe={recipe}"] if recipe else []), *(settings or [])])
-    from dex.evaluate import run as verb
+    from dex.verbs import evaluate as verb
 
     options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "revision": revision, "force": force}
     results = verb.evaluate(models, output, chosen, **options)
@@ -402,8 +402,8 @@ def analyze(
     if span is not None:
         _refuse_beside(context, "--span", ("held_out",))
     sections = [name.strip() for name in only.split(",")] if only is not None else None
-    from dex.analyze import verb
-    from dex.analyze.subject import SETTINGS
+    from dex.analysis.subject import SETTINGS
+    from dex.verbs import analyze as verb
 
     settings = SETTINGS.block(
         data=data,
@@ -435,12 +435,12 @@ def study(
     as_json: Json = False,
 ) -> None:
     """Run the variants of STUDY over its seeds, and report their differences; the same command goes on."""
-    from dex.study.study_file import load_study
+    from dex.studies.study_file import load_study
 
     loaded = load_study(file, overrides or [])
     if only is not None:
         loaded = loaded.only([name.strip() for name in only.split(",")])
-    from dex.study import verb
+    from dex.verbs import study as verb
 
     result = verb.study(loaded, report_only=report)
     show(result, verb.describe(result), as_json)
@@ -473,7 +473,7 @@ def compare(
     """Compare evaluated models on the same items: paired differences, intervals, tests."""
     _refuse_without(context, "--require-no-regression", {} if require_no_regression else {"margin": "margin"})
     _refuse_without(context, "--output", {} if output else {"force": "force"})
-    from dex import compare as verb
+    from dex.verbs import compare as verb
 
     names = [name.strip() for name in tasks.split(",")] if tasks is not None else None
     made = verb.compare(folders, against=against, tasks=names, output=output, force=force)
@@ -488,7 +488,7 @@ def compare(
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Run the whole pipeline on a tiny random model, offline, in under a minute."""
-    from dex import doctor as verb
+    from dex.verbs import doctor as verb
 
     checks = verb.examine()
     show({"checks": checks}, verb.describe(checks), as_json)

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from dex.console import Bar, say
 from dex.data import HeldOutBlock
-from dex.evaluate.held_out import held_out_losses, summarise
+from dex.evaluation.held_out import held_out_losses, summarise
 from dex.output import write_whole
 from dex.processes import first_given, is_first, stop_all
 from dex.recipe import Recipe

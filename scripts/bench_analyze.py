@@ -29,14 +29,14 @@ from transformers import PreTrainedTokenizerFast
 
 from bench_models import SMOLLM2, Shape, llama
 from bench_timing import alternate, figure, memory_by_length, ratio, resident
-from dex.analyze import attention, maps, redundancy
-from dex.analyze.room import Work, working_bytes
-from dex.analyze.sections import SECTIONS
-from dex.analyze.subject import Settings, Subject
+from dex.analysis import attention, maps, redundancy
+from dex.analysis.room import Work, working_bytes
+from dex.analysis.sections import SECTIONS
+from dex.analysis.subject import Settings, Subject
 from dex.cli import quiet_libraries
-from dex.evaluate.evaluated import Evaluated
+from dex.evaluation.evaluated import Evaluated
 from dex.models import load_config
-from dex.plan import plan_model
+from dex.verbs.plan import plan_model
 
 SMALL = Shape(4_096, 64, 192, 2, 2, 1, 32)
 MIB = 2**20

@@ -22,9 +22,9 @@ from lm_eval.models.huggingface import HFLM
 
 from bench_timing import alternate, figure, ratio
 from dex.cli import quiet_libraries
-from dex.evaluate.answers import Answers
-from dex.evaluate.evaluated import Evaluated, load_evaluated
-from dex.evaluate.harness_tasks import TaskChoice, load_tasks
+from dex.evaluation.answers import Answers
+from dex.evaluation.evaluated import Evaluated, load_evaluated
+from dex.evaluation.harness_tasks import TaskChoice, load_tasks
 from dex.suites.lm import TASKS, Lm
 
 TASK = "hellaswag"

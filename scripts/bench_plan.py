@@ -140,7 +140,7 @@ def _update(model: Any, optimizer: Any, recipe: Any, case: Case) -> None:
 
 
 def compare(name: str, method: str) -> dict[str, Any]:
-    from dex.plan import plan
+    from dex.verbs.plan import plan
 
     case = CASES[name]
     with tempfile.TemporaryDirectory() as scratch:

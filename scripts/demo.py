@@ -21,18 +21,18 @@ import torch
 from dex.cli import quiet_libraries
 from dex.console import say
 from dex.errors import DexError
-from dex.evaluate.held_out import TASK
-from dex.evaluate.paired import Interval, perplexity
-from dex.evaluate.records import Result, difference, read_result
-from dex.evaluate.run import evaluate
-from dex.evaluate.tables import interval
-from dex.fold import fold
+from dex.evaluation.held_out import TASK
+from dex.evaluation.paired import Interval, perplexity
+from dex.evaluation.records import Result, difference, read_result
+from dex.evaluation.tables import interval
 from dex.models import load_model, save_model
 from dex.output import whole_folder, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 from dex.suites import suite_of
-from dex.train import train
 from dex.tuner.callback import INERT_BELOW
+from dex.verbs.evaluate import evaluate
+from dex.verbs.fold import fold
+from dex.verbs.train import train
 
 MODEL = "smollm2-135m-instruct"
 CONTROL, DEX, LIVE = "recipes/demo-control.yaml", "recipes/demo.yaml", "recipes/demo-live.yaml"

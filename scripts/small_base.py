@@ -20,10 +20,10 @@ from dex.cli import quiet_libraries
 from dex.console import say
 from dex.data.embedded import texts
 from dex.errors import DexError
-from dex.init import init
 from dex.output import whole_folder
 from dex.recipe import load_recipe
-from dex.train import describe, train
+from dex.verbs.init import init
+from dex.verbs.train import describe, train
 
 RECIPE = Path("recipes/studies/small-base.yaml")
 VOCABULARY = 4_096

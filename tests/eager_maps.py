@@ -1,4 +1,4 @@
-"""The explicit attention maps of a model, from eager attention and the equations: the oracle of dex.analyze.
+"""The explicit attention maps of a model, from eager attention and the equations: the oracle of dex.analysis.
 
 One row at a time and without its padding, so no code of dex has a part in it.
 """
@@ -12,8 +12,8 @@ import torch
 from test_prefix import KINDS, model_of
 from tiny import tiny_tokenizer, tokens
 
-from dex.analyze.subject import Passage, Settings, Subject
-from dex.evaluate.evaluated import Evaluated
+from dex.analysis.subject import Passage, Settings, Subject
+from dex.evaluation.evaluated import Evaluated
 
 __all__ = ["KINDS", "HeadMaps", "eager_maps", "padded", "real_rows", "subject_of"]
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-PRELOADED = ["dex.study.imports", "dex.cli", "dex.study.verb", "transformers.models.llama.modeling_llama"]
+PRELOADED = ["dex.studies.imports", "dex.cli", "dex.verbs.study", "transformers.models.llama.modeling_llama"]
 
 
 def run_in_two(function: Callable[..., None], *arguments: Any, seconds: float = 150) -> None:
@@ -160,7 +160,7 @@ def _fork_runs_from_the_server_of_the_test(said: str) -> None:
     """`dex study` forks its runs from such a server too; one of its own would import everything again."""
     from multiprocessing.forkserver import _forkserver
 
-    from dex.study import work
+    from dex.studies import work
 
     _forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     work._child = functools.partial(_run_of_study, said, dict(os.environ))
@@ -171,6 +171,6 @@ def _run_of_study(said: str, environment: dict[str, str], *arguments: Any) -> No
     os.environ.clear()
     os.environ.update(environment)
     _speak_into(Path(said))
-    from dex.study.work import _child
+    from dex.studies.work import _child
 
     _child(*arguments)

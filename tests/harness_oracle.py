@@ -10,9 +10,9 @@ from typing import Any
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 
-from dex.evaluate import harness_tasks
-from dex.evaluate.evaluated import Evaluated
-from dex.evaluate.harness_tasks import TaskChoice, load_tasks
+from dex.evaluation import harness_tasks
+from dex.evaluation.evaluated import Evaluated
+from dex.evaluation.harness_tasks import TaskChoice, load_tasks
 from dex.suites.instruct import TASKS as OF_INSTRUCT
 from dex.suites.lm import TASKS as OF_LM
 

@@ -15,13 +15,13 @@ from test_fold import trained_adapter
 from tiny import tiny_diff_v2, tiny_tokenizer, write_tiny
 from tokenizers import AddedToken
 
-from dex.analyze import room, texts, verb
-from dex.analyze.records import ModelReport, Report
-from dex.analyze.sections import SECTIONS
-from dex.analyze.subject import SETTINGS
+from dex.analysis import room, texts, verb
+from dex.analysis.records import ModelReport, Report
+from dex.analysis.sections import SECTIONS
+from dex.analysis.subject import SETTINGS
 from dex.errors import DexError, NotFinite
-from dex.fold import fold
 from dex.models import load_model
+from dex.verbs.fold import fold
 
 SMALL = SETTINGS.block(length=64, sequences=3, held_out=0.0)
 QUICK = ("branch", "attention", "importance")

@@ -1,4 +1,4 @@
-"""dex/analyze/attention.py against explicit float64 maps, and against known answers."""
+"""dex/analysis/attention.py against explicit float64 maps, and against known answers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from test_stats import LargestTensor
 from tiny import tiny_diff_v1, tiny_model, tokens
 
 from dex import attention_maps
-from dex.analyze import attention
-from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Findings
-from dex.analyze.subject import Passage, Subject
+from dex.analysis import attention
+from dex.analysis.left_out import LeftOut
+from dex.analysis.records import Findings
+from dex.analysis.subject import Passage, Subject
 from dex.errors import NotFinite
 from dex.stats import FIRST_POSITION
 

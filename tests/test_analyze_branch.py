@@ -17,12 +17,12 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 import dex
-from dex.analyze import branch
-from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Findings
-from dex.analyze.run_log import branch_curves
-from dex.analyze.subject import Subject
-from dex.analyze.thinned import thinned
+from dex.analysis import branch
+from dex.analysis.left_out import LeftOut
+from dex.analysis.records import Findings
+from dex.analysis.run_log import branch_curves
+from dex.analysis.subject import Subject
+from dex.analysis.thinned import thinned
 from dex.errors import DexError, NotFinite
 from dex.layer import apply_branch
 from dex.tuner import dex_outputs

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dex.analyze.differences import differences
-from dex.analyze.records import Findings, ModelReport, Statistic, number, numbers
+from dex.analysis.differences import differences
+from dex.analysis.records import Findings, ModelReport, Statistic, number, numbers
 
 
 def statistic(name: str, values: Any, over: str = "layer", **changes: Any) -> Statistic:

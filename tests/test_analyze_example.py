@@ -1,4 +1,4 @@
-"""dex/analyze/example.py: the masses against explicit maps, and tokens as they are shown."""
+"""dex/analysis/example.py: the masses against explicit maps, and tokens as they are shown."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tiny import tiny_tokenizer, tokens
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from dex.analyze import example
-from dex.analyze.example import analyze, readable
-from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Example, Findings
-from dex.analyze.subject import Passage, Subject
+from dex.analysis import example
+from dex.analysis.example import analyze, readable
+from dex.analysis.left_out import LeftOut
+from dex.analysis.records import Example, Findings
+from dex.analysis.subject import Passage, Subject
 from dex.attention_maps import LayerMaps
 from dex.errors import NotFinite
 

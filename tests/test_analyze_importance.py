@@ -1,4 +1,4 @@
-"""dex/analyze/importance.py: gradients against explicit gates in every layout, and the Gini coefficient."""
+"""dex/analysis/importance.py: gradients against explicit gates in every layout, and the Gini coefficient."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tiny import tiny_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dex.analyze.importance import analyze, gini, share_of_top
-from dex.analyze.records import Findings
-from dex.analyze.subject import Subject
+from dex.analysis.importance import analyze, gini, share_of_top
+from dex.analysis.records import Findings
+from dex.analysis.subject import Subject
 from dex.errors import NotFinite
 
 

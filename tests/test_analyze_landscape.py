@@ -16,12 +16,12 @@ from test_prefix import model_of
 from tiny import tiny_model, tokens
 from torch.func import functional_call
 
-from dex.analyze import landscape
-from dex.analyze.hessian import hessian, weights_in_use
-from dex.analyze.lanczos import Lanczos, lanczos
-from dex.analyze.landscape import analyze, bytes_needed
-from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Findings
+from dex.analysis import landscape
+from dex.analysis.hessian import hessian, weights_in_use
+from dex.analysis.lanczos import Lanczos, lanczos
+from dex.analysis.landscape import analyze, bytes_needed
+from dex.analysis.left_out import LeftOut
+from dex.analysis.records import Findings
 from dex.errors import NotFinite
 
 KINDS = ["llama", "qwen2", "qwen3", "attached", "diff-v1", "diff-v2", "diffllama"]

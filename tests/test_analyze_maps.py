@@ -1,4 +1,4 @@
-"""dex/analyze/maps.py against explicit float64 maps, and against known answers."""
+"""dex/analysis/maps.py against explicit float64 maps, and against known answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from test_attention_mass import Largest
 from tiny import tiny_diff_v1, tiny_model, tokens
 
 from dex import attention_maps
-from dex.analyze import maps
-from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Findings, Signs
-from dex.analyze.subject import Passage, Subject
+from dex.analysis import maps
+from dex.analysis.left_out import LeftOut
+from dex.analysis.records import Findings, Signs
+from dex.analysis.subject import Passage, Subject
 from dex.errors import NotFinite
 from dex.stats import FIRST_POSITION
 

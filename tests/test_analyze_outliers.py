@@ -1,4 +1,4 @@
-"""dex/analyze/outliers.py and its accumulator against sorted explicit values."""
+"""dex/analysis/outliers.py and its accumulator against sorted explicit values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model
 
-from dex.analyze import outliers
-from dex.analyze.magnitudes import Magnitudes
+from dex.analysis import outliers
+from dex.analysis.magnitudes import Magnitudes
 from dex.errors import NotFinite
 
 RESOLUTION = 2.0**-10 * (1 + 1e-6)  # of a median, relative; reached at the edge of a bin, but for rounding

@@ -14,12 +14,12 @@ import pytest
 from browser import complaints, emulate
 from numpy.typing import NDArray
 
-from dex.analyze import sections
-from dex.analyze.differences import differences
-from dex.analyze.page import SCRIPTS, render, written
-from dex.analyze.page.content import SECTIONS, Page, layer_values, summary
-from dex.analyze.page.data import data_of
-from dex.analyze.records import (
+from dex.analysis import sections
+from dex.analysis.differences import differences
+from dex.analysis.page import SCRIPTS, render, written
+from dex.analysis.page.content import SECTIONS, Page, layer_values, summary
+from dex.analysis.page.data import data_of
+from dex.analysis.records import (
     NEWLINE,
     Curve,
     Example,
@@ -501,7 +501,7 @@ def test_the_table_of_layers_has_the_models_difference_with_its_own_decimals() -
 
 
 def test_every_script_of_the_folder_is_on_the_page() -> None:
-    folder = files("dex.analyze.page")
+    folder = files("dex.analysis.page")
     assert sorted(SCRIPTS) == sorted(each.name for each in folder.iterdir() if each.name.endswith(".js"))
     page = render(reports()["one"])
     places = [page.index(folder.joinpath(name).read_text(encoding="utf-8")) for name in SCRIPTS]

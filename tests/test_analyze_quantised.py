@@ -20,13 +20,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from dex.analyze import quantised as section
-from dex.analyze.left_out import LeftOut
-from dex.analyze.quantised import Setting
+from dex.analysis import quantised as section
+from dex.analysis.left_out import LeftOut
+from dex.analysis.quantised import Setting
 from dex.errors import DexError, NotFinite
-from dex.evaluate.needle import Grid
-from dex.evaluate.paired import Interval
-from dex.evaluate.prefix import Prefix
+from dex.evaluation.needle import Grid
+from dex.evaluation.paired import Interval
+from dex.evaluation.prefix import Prefix
 from dex.quantised_attention import Scope, attend_quantised, quantised_logits
 from dex.stats import attend
 

@@ -1,4 +1,4 @@
-"""dex/analyze/redundancy.py: distances of maps and CKA of outputs, against explicit ones, and known answers."""
+"""dex/analysis/redundancy.py: distances of maps and CKA of outputs, against explicit ones, and known answers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 from torch import Tensor
 
-from dex.analyze import redundancy
-from dex.analyze.left_out import LeftOut
-from dex.analyze.records import Findings
-from dex.analyze.redundancy import Moments, analyze
-from dex.analyze.subject import Subject
+from dex.analysis import redundancy
+from dex.analysis.left_out import LeftOut
+from dex.analysis.records import Findings
+from dex.analysis.redundancy import Moments, analyze
+from dex.analysis.subject import Subject
 from dex.errors import NotFinite
 from dex.stats import FIRST_POSITION
 

@@ -12,9 +12,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from dex.analyze import texts
-from dex.analyze.subject import SETTINGS, Settings
-from dex.analyze.texts import PASSAGE_LENGTH, PASSAGES, read_texts
+from dex.analysis import texts
+from dex.analysis.subject import SETTINGS, Settings
+from dex.analysis.texts import PASSAGE_LENGTH, PASSAGES, read_texts
 from dex.data.held_out import is_held_out
 from dex.errors import DexError
 

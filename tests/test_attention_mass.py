@@ -11,9 +11,9 @@ from test_prefix import KINDS, ids, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dex.attention_maps import SIGNED, is_signed
-from dex.evaluate.attention_mass import SPANS, answer_masses, observed_masses, spans_of
-from dex.evaluate.haystack import Haystack, Needle
-from dex.evaluate.prefix import Prefix
+from dex.evaluation.attention_mass import SPANS, answer_masses, observed_masses, spans_of
+from dex.evaluation.haystack import Haystack, Needle
+from dex.evaluation.prefix import Prefix
 
 VALUE = ids(4, 3)
 

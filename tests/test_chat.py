@@ -424,7 +424,7 @@ def test_held_out_conversations_keep_their_targets(tmp_path: Path) -> None:
 
 
 def test_the_held_out_loss_is_of_targets_alone(tmp_path: Path) -> None:
-    from dex.evaluate.held_out import held_out_losses
+    from dex.evaluation.held_out import held_out_losses
 
     path = chat_file(tmp_path, conversations(60))
     blocks = prepared(tmp_path, Source(path, format="chat"), held_out=0.3).held_out.blocks()

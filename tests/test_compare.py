@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from test_cli import run
 from tiny import write_tiny
 
-from dex.compare import Comparison, Model, compare
 from dex.errors import DexError
-from dex.evaluate import comparison
-from dex.evaluate.comparison import Difference, Row, compare_results
-from dex.evaluate.paired import mean_over_tasks, paired_difference
-from dex.evaluate.records import Record, Result, Task, prompt_hash
-from dex.evaluate.run import describe, evaluate
-from dex.evaluate.significance import PairedTest, holm, mcnemar
+from dex.evaluation import comparison
+from dex.evaluation.comparison import Difference, Row, compare_results
+from dex.evaluation.paired import mean_over_tasks, paired_difference
+from dex.evaluation.records import Record, Result, Task, prompt_hash
+from dex.evaluation.significance import PairedTest, holm, mcnemar
 from dex.suites import suite_of
+from dex.verbs.compare import Comparison, Model, compare
+from dex.verbs.evaluate import describe, evaluate
 
 __all__ = ["run"]  # the fixture of test_cli
 
@@ -509,7 +509,7 @@ def test_comparing_loads_no_torch(tmp_path: Path) -> None:
     for label in ("a", "b"):
         written(tmp_path, label, {"t": answers(9)})
     script = (
-        "import sys; from pathlib import Path; from dex.compare import compare\n"
+        "import sys; from pathlib import Path; from dex.verbs.compare import compare\n"
         f"compare([Path({str(tmp_path / 'a')!r}), Path({str(tmp_path / 'b')!r})])\n"
         "print({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'peft', 'matplotlib'})"
     )

@@ -19,15 +19,15 @@ from tiny import tiny_diff_v1, tiny_diff_v2, tiny_model, tiny_tokenizer, write_t
 
 import dex
 from dex.errors import DexError
-from dex.evaluate import context_qa
-from dex.evaluate.answers import Answers
-from dex.evaluate.context_qa import Prompts, answer_items, scores
-from dex.evaluate.evaluated import Evaluated
-from dex.evaluate.prefix import Prefix
-from dex.evaluate.reading import Item, Kind, Reading, read_task
-from dex.evaluate.records import read_result
-from dex.evaluate.run import evaluate
+from dex.evaluation import context_qa
+from dex.evaluation.answers import Answers
+from dex.evaluation.context_qa import Prompts, answer_items, scores
+from dex.evaluation.evaluated import Evaluated
+from dex.evaluation.prefix import Prefix
+from dex.evaluation.reading import Item, Kind, Reading, read_task
+from dex.evaluation.records import read_result
 from dex.suites import suite_of
+from dex.verbs.evaluate import evaluate
 
 NEW: dict[Kind, int] = {"question": 6, "summary": 9}
 # The parts of the prompts, written out once more: a change of them is a change of every score.

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from tiny import FAMILIES, tokens, write_tiny
 
 from dex.adapter import load_adapter
-from dex.convert import Choice, choose_heads, convert, write_plan
 from dex.data import Source
 from dex.errors import DexError
 from dex.heads import HeadPlan
 from dex.models import fingerprint, load_model
 from dex.tuner import DexConfig
+from dex.verbs.convert import Choice, choose_heads, convert, write_plan
 
 QUICK = Choice(source=Source("pydoc"), sequences=2, length=48)
 

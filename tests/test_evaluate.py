@@ -16,12 +16,11 @@ from forked import Dex, run_in_two
 from tiny import write_tiny
 
 from dex.errors import DexError
-from dex.evaluate import run as verb
-from dex.evaluate.answers import Answers, answer_all
-from dex.evaluate.evaluated import labels
-from dex.evaluate.held_out import TASK
-from dex.evaluate.paired import Interval
-from dex.evaluate.records import (
+from dex.evaluation.answers import Answers, answer_all
+from dex.evaluation.evaluated import labels
+from dex.evaluation.held_out import TASK
+from dex.evaluation.paired import Interval
+from dex.evaluation.records import (
     Record,
     Result,
     Task,
@@ -30,11 +29,12 @@ from dex.evaluate.records import (
     read_result,
     results_in,
 )
-from dex.evaluate.run import describe, evaluate
 from dex.models import load_model
 from dex.run_data import cache_dir
 from dex.run_folder import used_alone
 from dex.suites import SUITES, Suite, suite_of
+from dex.verbs import evaluate as verb
+from dex.verbs.evaluate import describe, evaluate
 
 SUITE = suite_of("perplexity", ["block=64", "tokens=4_000"])
 
@@ -280,7 +280,7 @@ def test_a_kill_before_the_result_takes_its_place_loses_no_answer(
         evaluate([base], tmp_path / "out", SUITE)
     monkeypatch.undo()
     monkeypatch.setenv("DEX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("dex.evaluate.held_out.token_losses", killed)  # nothing is computed again
+    monkeypatch.setattr("dex.evaluation.held_out.token_losses", killed)  # nothing is computed again
     evaluate([base], tmp_path / "out", SUITE)
     assert sorted(path.name for path in (tmp_path / "out" / "a" / "perplexity").iterdir()) == [
         "items.jsonl",

@@ -16,13 +16,13 @@ from tiny import tiny_tokenizer, tokens, write_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import dex
-from dex import fold as module
 from dex.adapter import save_adapter
 from dex.agreement import agreement
 from dex.errors import DexError
-from dex.fold import fold
 from dex.models import load_model
 from dex.tuner import dex_outputs
+from dex.verbs import fold as module
+from dex.verbs.fold import fold
 
 
 def trained_adapter(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:

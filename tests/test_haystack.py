@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dex.data.sources import Source
 from dex.errors import DexError
-from dex.evaluate.haystack import (
+from dex.evaluation.haystack import (
     KEYS,
     Filler,
     Haystack,

@@ -15,7 +15,7 @@ from forked import run_in_two
 from tiny import tiny_model, write_tiny
 
 from dex.data import HeldOutBlock
-from dex.evaluate.held_out import held_out_losses, summarise
+from dex.evaluation.held_out import held_out_losses, summarise
 from dex.models import load_model
 from dex.recipe import Data, Source
 from dex.run_data import prepare_data

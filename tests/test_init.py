@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tiny import tiny_config, tiny_tokenizer, write_tiny
 
 from dex.errors import DexError
-from dex.init import init
 from dex.layouts.fresh import MLP_STEP
 from dex.models import ANY, load_model
+from dex.verbs.init import init
 
 
 def files(folder: Path) -> dict[str, torch.Tensor]:

@@ -16,12 +16,12 @@ from judge_server import JudgeServer
 from tiny import write_tiny
 
 from dex.errors import DexError
-from dex.evaluate import context_qa
-from dex.evaluate import judge as judging
-from dex.evaluate.judge import Graded, Judge, grade
-from dex.evaluate.records import read_result
-from dex.evaluate.run import evaluate
+from dex.evaluation import context_qa
+from dex.evaluation import judge as judging
+from dex.evaluation.judge import Graded, Judge, grade
+from dex.evaluation.records import read_result
 from dex.suites import suite_of
+from dex.verbs.evaluate import evaluate
 
 KEY = "sk-test-9f3c1b"
 ONE = Graded("Answer.", ["Paris", "the city of Paris"], "Lyon")

@@ -14,17 +14,17 @@ from forked import Dex, run_dex
 from tiny import FAMILIES, tiny_model, tiny_tokenizer, tokens, write_tiny
 from transformers import DiffLlamaForCausalLM
 
-from dex.convert import Choice, convert
 from dex.errors import DexError
-from dex.evaluate.held_out import TASK
-from dex.evaluate.run import evaluate
-from dex.lay_out import Target, lay_out
+from dex.evaluation.held_out import TASK
 from dex.layouts.options import parse_options
 from dex.layouts.to_diff_v1 import V1Options, to_diff_v1
 from dex.layouts.to_diff_v2 import to_diff_v2
 from dex.models import ANY, fingerprint, load_model
 from dex.suites import suite_of
 from dex.tuner import DexConfig
+from dex.verbs.convert import Choice, convert
+from dex.verbs.evaluate import evaluate
+from dex.verbs.lay_out import Target, lay_out
 
 QUICK: dict[str, Any] = {"sequences": 2, "length": 64}
 SHORT = ["block=64", "tokens=1_000"]

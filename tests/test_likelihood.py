@@ -18,9 +18,9 @@ from tiny import tiny_diff_v1, tiny_diff_v2, tiny_diffllama, tiny_model
 
 import dex
 from dex.errors import DexError
-from dex.evaluate import likelihood
-from dex.evaluate.answers import Answers
-from dex.evaluate.likelihood import (
+from dex.evaluation import likelihood
+from dex.evaluation.answers import Answers
+from dex.evaluation.likelihood import (
     Likelihood,
     Request,
     as_read,

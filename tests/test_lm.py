@@ -19,16 +19,16 @@ from tiny import tiny_diff_v2, tiny_model, tiny_tokenizer, write_tiny
 
 import dex
 from dex.errors import DexError
-from dex.evaluate import harness_tasks, likelihood
-from dex.evaluate.answers import Answers
-from dex.evaluate.evaluated import Evaluated
-from dex.evaluate.harness import run_harness
-from dex.evaluate.harness_tasks import Known, TaskChoice, load_tasks
-from dex.evaluate.records import read_result
-from dex.evaluate.run import evaluate
+from dex.evaluation import harness_tasks, likelihood
+from dex.evaluation.answers import Answers
+from dex.evaluation.evaluated import Evaluated
+from dex.evaluation.harness import run_harness
+from dex.evaluation.harness_tasks import Known, TaskChoice, load_tasks
+from dex.evaluation.records import read_result
 from dex.suites import suite_of
 from dex.suites.base import Outcome
 from dex.suites.lm import TASKS
+from dex.verbs.evaluate import evaluate
 
 LETTERS = ["A", "B", "C", "D"]
 

@@ -20,13 +20,13 @@ from tiny import tiny_diff_v1, tiny_diff_v2, tiny_model, tiny_tokenizer, write_t
 
 import dex
 from dex.errors import DexError
-from dex.evaluate import manyshot
-from dex.evaluate.answers import Answers
-from dex.evaluate.evaluated import Evaluated
-from dex.evaluate.labelled import Example, Labelled, read_labelled
-from dex.evaluate.records import Result, difference, read_result
-from dex.evaluate.run import evaluate
+from dex.evaluation import manyshot
+from dex.evaluation.answers import Answers
+from dex.evaluation.evaluated import Evaluated
+from dex.evaluation.labelled import Example, Labelled, read_labelled
+from dex.evaluation.records import Result, difference, read_result
 from dex.suites import suite_of
+from dex.verbs.evaluate import evaluate
 
 LABELS = ["bird", "fish", "fish tank"]  # one is the beginning of another
 

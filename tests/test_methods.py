@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 import dex
 from dex.adapter import load_adapter
 from dex.data import Prepared
-from dex.fold import fold
 from dex.methods import METHODS
 from dex.models import ANY, load_model
 from dex.recipe import Recipe
 from dex.run_data import prepare_data
-from dex.train import load_base, train
 from dex.tuner import DexConfig, dex_outputs
+from dex.verbs.fold import fold
+from dex.verbs.train import load_base, train
 
 SHORT: dict[str, Any] = {"run.tokens": 512, "run.save_every": 256}  # 4 updates, a checkpoint after 2
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer, write_tiny
 
 from dex.errors import DexError
-from dex.evaluate import needle
-from dex.evaluate.answers import Answers
-from dex.evaluate.attention_mass import SPANS
-from dex.evaluate.evaluated import Evaluated, load_evaluated
-from dex.evaluate.prefix import Prefix
-from dex.evaluate.records import read_result
-from dex.evaluate.run import evaluate
+from dex.evaluation import needle
+from dex.evaluation.answers import Answers
+from dex.evaluation.attention_mass import SPANS
+from dex.evaluation.evaluated import Evaluated, load_evaluated
+from dex.evaluation.prefix import Prefix
+from dex.evaluation.records import read_result
 from dex.suites import suite_of
+from dex.verbs.evaluate import evaluate
 
 SMALL = ["lengths=[420, 500]", "depths=[0, 50, 100]", "needles=3", "queries=2", "samples=1", "max_new_tokens=12"]
 

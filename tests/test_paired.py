@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dex.errors import DexError
-from dex.evaluate import paired
-from dex.evaluate.paired import Interval, mean_over_tasks, mean_score, paired_difference, perplexity
+from dex.evaluation import paired
+from dex.evaluation.paired import Interval, mean_over_tasks, mean_score, paired_difference, perplexity
 
 
 def test_a_constant_difference_has_an_interval_without_width() -> None:

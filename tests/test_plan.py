@@ -21,12 +21,12 @@ from dex.loss import causal_lm_loss
 from dex.methods import METHODS
 from dex.methods.dex import PlannedHeads
 from dex.models import LoadedModel, ModelSource, fingerprint
-from dex.plan import describe, plan, plan_model
 from dex.planning.outline import outline
 from dex.planning.tracker import Tracker
 from dex.recipe import Recipe
 from dex.run_data import POOL_TOKENS
 from dex.subject import Subject
+from dex.verbs.plan import describe, plan, plan_model
 
 FAMILIES = ("llama", "llama-bias", "qwen2", "qwen3")  # llama-bias and qwen3 have tied embeddings
 BLOCK = 64

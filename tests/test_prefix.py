@@ -12,8 +12,8 @@ from peft import get_peft_model
 from tiny import FAMILIES, SLIDING, tiny_diff_v1, tiny_diff_v2, tiny_diffllama, tiny_model, tokens
 
 import dex
-from dex.evaluate import prefix as module
-from dex.evaluate.prefix import Prefix
+from dex.evaluation import prefix as module
+from dex.evaluation.prefix import Prefix
 
 KINDS = [*FAMILIES, "attached", "diff-v1", "diff-v2", "diff-v2-sliding", "diffllama"]
 

@@ -22,8 +22,8 @@ from test_train import keep_only_checkpoint, log, recipe
 from dex.errors import DexError
 from dex.methods import METHODS
 from dex.processes import SharedError, join
-from dex.train import train
 from dex.trainer import refuse_batches_that_do_not_divide, refuse_sharding_of
+from dex.verbs.train import train
 
 
 @pytest.fixture(autouse=True)

@@ -18,12 +18,12 @@ from torch import nn
 
 from dex.adapter import attach, save_adapter
 from dex.data import HeldOutBlock
-from dex.evaluate.held_out import held_out_losses
-from dex.fold import fold
+from dex.evaluation.held_out import held_out_losses
 from dex.loss import causal_lm_loss
 from dex.models import LoadedModel, load_model
 from dex.tuner import DexConfig
 from dex.tuner.callback import branch_state, lams
+from dex.verbs.fold import fold
 
 STEPS, ROWS = 3, 4
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dex.errors import DexError
-from dex.evaluate.paired import mean_over_tasks, mean_score
-from dex.evaluate.significance import DRAWS, holm, mcnemar, paired_test, sign_flips
+from dex.evaluation.paired import mean_over_tasks, mean_score
+from dex.evaluation.significance import DRAWS, holm, mcnemar, paired_test, sign_flips
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=7)
 

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from tiny import write_tiny
 
 from dex.errors import DexError
-from dex.evaluate.records import Record, Result, Task, prompt_hash
-from dex.study import verb
-from dex.study.differences import difference, noise_floor, over_seeds
-from dex.study.jobs import Job
-from dex.study.scaling import scaling
-from dex.study.study_file import STUDIES, Study, load_study
-from dex.study.sweep import sweep
+from dex.evaluation.records import Record, Result, Task, prompt_hash
+from dex.studies.differences import difference, noise_floor, over_seeds
+from dex.studies.jobs import Job
+from dex.studies.scaling import scaling
+from dex.studies.study_file import STUDIES, Study, load_study
+from dex.studies.sweep import sweep
+from dex.verbs import study as verb
 
 ROOT = Path(__file__).parent.parent
 

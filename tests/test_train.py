@@ -19,7 +19,7 @@ from tiny import write_tiny
 from dex.errors import DexError
 from dex.models import load_model
 from dex.recipe import Recipe, parse_recipe
-from dex.train import train
+from dex.verbs.train import train
 
 TEXT = "The {} item of the list is long enough to be cut into blocks, and it has number {}. "
 
@@ -132,7 +132,7 @@ def test_frozen_tensors_are_bit_identical_and_the_trained_set_is_the_declared_on
             super().run()
             seen["after"] = dict(self.model.named_parameters())
 
-    monkeypatch.setattr("dex.train.DexTrainer", Observed)
+    monkeypatch.setattr("dex.verbs.train.DexTrainer", Observed)
     train(recipe(tmp_path, family="qwen2"))
     moved = {name for name, p in seen["after"].items() if not torch.equal(p, seen["before"][name])}
     assert moved == {name for name in seen["after"] if ".dex_" in name}
@@ -637,7 +637,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_any_work(
 
 
 def test_a_dry_run_goes_as_far_as_the_first_loss_and_writes_nothing(tmp_path: Path) -> None:
-    from dex.dry_run import describe, dry_run
+    from dex.verbs.dry_run import describe, dry_run
 
     one = recipe(tmp_path)
     seen, made = dry_run(one)
@@ -654,7 +654,7 @@ def test_a_dry_run_goes_as_far_as_the_first_loss_and_writes_nothing(tmp_path: Pa
 
 def test_frozen_weights_keep_no_activation_for_gradients_that_nobody_wants(tmp_path: Path) -> None:
     """A frozen projection's input is kept by nobody: only what K, V and O, and the way back to them, need."""
-    from dex.train import load_base
+    from dex.verbs.train import load_base
 
     one = recipe(tmp_path)
     model = one.method.subject(one, load_base(one), None).model

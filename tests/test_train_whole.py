@@ -14,10 +14,10 @@ from test_train import log, recipe
 from tiny import tokens, write_tiny
 
 from dex.errors import DexError
-from dex.init import init
-from dex.lay_out import Target, lay_out
 from dex.models import ANY, load_model
-from dex.train import train
+from dex.verbs.init import init
+from dex.verbs.lay_out import Target, lay_out
+from dex.verbs.train import train
 
 FULL: dict[str, Any] = {"method": "{name: full}"}
 

@@ -1,8 +1,8 @@
 """What `method.name` of a recipe can be: each method is one class in one file of this folder, found by itself.
 
 The class holds the method's settings, says which of them do not fit, and makes from a loaded base what is trained
-(`Subject`) and the optimiser. The run (`dex.train`) does not know which one it runs. A new method is a new file here
-and a recipe. Nothing in these files imports torch before it is needed, so that a recipe is read at once.
+(`Subject`) and the optimiser. The run (`dex.verbs.train`) does not know which one it runs. A new method is a new file
+here and a recipe. Nothing in these files imports torch before it is needed, so that a recipe is read at once.
 """
 
 from __future__ import annotations

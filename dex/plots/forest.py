@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dex.evaluate.comparison import Difference, Row
+from dex.evaluation.comparison import Difference, Row
 from dex.plots import COLOURS, check_matplotlib, panels, save
 
 MARKERS = ("o", "s", "D", "^", "v")

@@ -1,7 +1,7 @@
 """What `--suite` of `dex eval` can be: each suite is one class in one file of this folder, found by itself.
 
 The class holds the suite's settings and scores a loaded model's answers (`run`); loading, resuming, writing and
-comparing are the same for all (`dex.evaluate`). A new suite is a new file here.
+comparing are the same for all (`dex.evaluation`). A new suite is a new file here.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from dex.evaluate.answers import Answers
-    from dex.evaluate.evaluated import Evaluated
-    from dex.evaluate.records import Record, Task
+    from dex.evaluation.answers import Answers
+    from dex.evaluation.evaluated import Evaluated
+    from dex.evaluation.records import Record, Task
 
 
 @dataclass

@@ -14,11 +14,11 @@ from dex.settings import Block, Problem, YesNo, choice, clash, distinct, expecte
 from dex.suites.base import Outcome, Suite
 
 if TYPE_CHECKING:
-    from dex.evaluate.answers import Answers
-    from dex.evaluate.context_qa import Answered
-    from dex.evaluate.evaluated import Evaluated
-    from dex.evaluate.reading import Reading
-    from dex.evaluate.records import Record
+    from dex.evaluation.answers import Answers
+    from dex.evaluation.context_qa import Answered
+    from dex.evaluation.evaluated import Evaluated
+    from dex.evaluation.reading import Reading
+    from dex.evaluation.records import Record
 
 Truncate = Literal["middle", "start"]
 
@@ -68,7 +68,7 @@ class ContextQa(Suite):
 
     def check(self) -> None:
         from dex.errors import DexError
-        from dex.evaluate.reading import check_tasks
+        from dex.evaluation.reading import check_tasks
 
         packages = ["torchmetrics", "rouge_score", *(["openai"] if self.judge else [])]
         if lacking := [package for package in packages if find_spec(package) is None]:
@@ -76,14 +76,14 @@ class ContextQa(Suite):
         check_tasks(self._tasks(), self.data)
 
     def inputs(self) -> dict[str, Any]:
-        from dex.evaluate.inputs import file_hashes, local_files
+        from dex.evaluation.inputs import file_hashes, local_files
 
         return file_hashes(local_files(self.data))
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.errors import DexError
-        from dex.evaluate import context_qa
-        from dex.evaluate.reading import read_task
+        from dex.evaluation import context_qa
+        from dex.evaluation.reading import read_task
 
         if self.length > evaluated.context:
             raise DexError(
@@ -122,8 +122,8 @@ class ContextQa(Suite):
         answers: Answers,
         label: str,
     ) -> None:
-        from dex.evaluate import context_qa
-        from dex.evaluate.judge import Judge
+        from dex.evaluation import context_qa
+        from dex.evaluation.judge import Judge
 
         assert self.judge is not None
         kept = str(answers.file or "memory")
@@ -135,7 +135,7 @@ class ContextQa(Suite):
         outcome.settings["judge_rubric"] = context_qa.rubric_hash()
 
     def _tasks(self) -> list[str]:
-        from dex.evaluate.reading import KNOWN, tasks_in
+        from dex.evaluation.reading import KNOWN, tasks_in
 
         if self.tasks is not None:
             return self.tasks

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from dex.errors import DexError
-from dex.evaluate.harness_tasks import Known, TaskChoice
+from dex.evaluation.harness_tasks import Known, TaskChoice
 from dex.settings import YesNo, distinct, text, whole
 from dex.suites.base import Outcome
 from dex.suites.on_harness import OnHarness
 
 if TYPE_CHECKING:
-    from dex.evaluate.answers import Answers
-    from dex.evaluate.evaluated import Evaluated
+    from dex.evaluation.answers import Answers
+    from dex.evaluation.evaluated import Evaluated
 
 TASKS = {"ifeval": Known("prompt_level_strict_acc", "ifeval", ("key", "prompt", "instruction_id_list", "kwargs"))}
 PACKAGES_OF_IFEVAL = ("langdetect", "immutabledict", "nltk")
@@ -31,7 +31,7 @@ class Instruct(OnHarness):
     chat: YesNo = True  # put prompts into the chat template
 
     def check(self) -> None:
-        from dex.evaluate.harness_tasks import require_harness
+        from dex.evaluation.harness_tasks import require_harness
 
         require_harness()
         if self._has_ifeval():

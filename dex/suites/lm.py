@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from dex.evaluate.harness_tasks import Known
+from dex.evaluation.harness_tasks import Known
 from dex.settings import YesNo, distinct, text, whole
 from dex.suites.on_harness import OnHarness
 

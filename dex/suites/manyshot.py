@@ -12,9 +12,9 @@ from dex.settings import Problem, clash, distinct, expected, text, whole
 from dex.suites.base import Outcome, Suite
 
 if TYPE_CHECKING:
-    from dex.evaluate.answers import Answers
-    from dex.evaluate.evaluated import Evaluated
-    from dex.evaluate.labelled import Labelled
+    from dex.evaluation.answers import Answers
+    from dex.evaluation.evaluated import Evaluated
+    from dex.evaluation.labelled import Labelled
 
 OF_THE_HUB = ("config", "split", "test_split", "revision")
 PLOT = "shots.png"
@@ -56,7 +56,7 @@ class Manyshot(Suite):
     def check(self) -> None:
         from dex.data.sources import Source, is_local
         from dex.errors import DexError
-        from dex.evaluate.labelled import KNOWN
+        from dex.evaluation.labelled import KNOWN
         from dex.plots import check_matplotlib
 
         check_matplotlib()
@@ -76,13 +76,13 @@ class Manyshot(Suite):
 
     def inputs(self) -> dict[str, Any]:
         from dex.data.sources import Source, is_local
-        from dex.evaluate.inputs import file_hashes
+        from dex.evaluation.inputs import file_hashes
 
         named = [file for file in (self.data, self.test) if file is not None and is_local(Source(file))]
         return file_hashes(Path(file).expanduser() for file in named)
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
-        from dex.evaluate import manyshot
+        from dex.evaluation import manyshot
         from dex.plots.manyshot import draw_shots
 
         data = self._labelled()
@@ -101,7 +101,7 @@ class Manyshot(Suite):
 
     def _labelled(self) -> Labelled:
         from dex.data.sources import Source, is_local
-        from dex.evaluate.labelled import KNOWN, Known, read_labelled
+        from dex.evaluation.labelled import KNOWN, Known, read_labelled
 
         known = KNOWN.get(self.data) or Known(
             self.data, self.text_column or "text", self.label_column or "label", self.config

@@ -11,8 +11,8 @@ from dex.settings import Problem, YesNo, choice, clash, distinct, text, whole
 from dex.suites.base import Outcome, Suite
 
 if TYPE_CHECKING:
-    from dex.evaluate.answers import Answers
-    from dex.evaluate.evaluated import Evaluated
+    from dex.evaluation.answers import Answers
+    from dex.evaluation.evaluated import Evaluated
 
 Prompting = Literal["base", "chat"]
 GRID_PLOT, ATTENTION_PLOT = "grid.png", "attention.png"
@@ -72,7 +72,7 @@ class Needle(Suite):
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.attention_maps import is_signed
-        from dex.evaluate import needle
+        from dex.evaluation import needle
 
         needle.check_context(evaluated, self.lengths, self.max_new_tokens)
         wording = needle.wording_of(evaluated, self.prompting)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from dex.evaluate.harness_tasks import Known, TaskChoice
+from dex.evaluation.harness_tasks import Known, TaskChoice
 from dex.settings import text, whole
 from dex.suites.base import Outcome, Suite
 
 if TYPE_CHECKING:
-    from dex.evaluate.answers import Answers
-    from dex.evaluate.evaluated import Evaluated
+    from dex.evaluation.answers import Answers
+    from dex.evaluation.evaluated import Evaluated
 
 
 class OnHarness(Suite):
@@ -29,17 +29,17 @@ class OnHarness(Suite):
     limit: Annotated[int | None, whole(above=0, null=True)] = None  # the first items of each task
 
     def check(self) -> None:
-        from dex.evaluate.harness_tasks import load_tasks
+        from dex.evaluation.harness_tasks import load_tasks
 
         load_tasks(self.choice())
 
     def inputs(self) -> dict[str, Any]:
-        from dex.evaluate.inputs import file_hashes, local_files
+        from dex.evaluation.inputs import file_hashes, local_files
 
         return file_hashes(local_files(self.data))
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
-        from dex.evaluate.harness import run_harness
+        from dex.evaluation.harness import run_harness
 
         return run_harness(evaluated, answers, self.choice(), self.limit, self.chat)
 

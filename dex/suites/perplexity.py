@@ -12,8 +12,8 @@ from dex.settings import Problem, clash, number, text, whole
 from dex.suites.base import Outcome, Suite
 
 if TYPE_CHECKING:
-    from dex.evaluate.answers import Answers
-    from dex.evaluate.evaluated import Evaluated
+    from dex.evaluation.answers import Answers
+    from dex.evaluation.evaluated import Evaluated
 
 OF_A_RECIPE = ("data", "block", "held_out", "tokens", "per_document")
 
@@ -51,9 +51,9 @@ class Perplexity(Suite):
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
         from dex.errors import DexError
-        from dex.evaluate.answers import answer_all
-        from dex.evaluate.held_out import BlockLoss, batches_of_one_length, held_out_result, losses_of_batch
-        from dex.evaluate.records import prompt_hash
+        from dex.evaluation.answers import answer_all
+        from dex.evaluation.held_out import BlockLoss, batches_of_one_length, held_out_result, losses_of_batch
+        from dex.evaluation.records import prompt_hash
         from dex.models import use_chat_template
         from dex.run_data import held_out_blocks, prepare_data
 

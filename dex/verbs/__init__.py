@@ -1,0 +1,1 @@
+"""One file per command of `dex`: the functions that the command line and `import dex` offer."""
