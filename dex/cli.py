@@ -1,4 +1,4 @@
-"""The command line. Each command is a thin layer over a function of the same name in another file.
+"""The command line. Each command is a thin layer over the function of its name in dex/verbs, as `import dex` has it.
 
 Results go to stdout (with --json as one JSON object), messages and progress to stderr. Exit 0; 1 with one sentence
 that says what is wrong and what to do; 2 for a command that cannot be read.
@@ -6,6 +6,7 @@ that says what is wrong and what to do; 2 for a command that cannot be read.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -46,6 +47,9 @@ LayoutOptions = Annotated[
 ]
 
 INTERRUPTED = 130  # what typer makes of Ctrl-C
+UsageError: Any = typer.BadParameter.__base__  # typer exports only this subclass of it
+# What no check can foresee in full, and no traceback helps with.
+OF_THE_MACHINE = (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 
 
 def _refuse_beside(context: typer.Context, option: str, others: Sequence[str]) -> None:
@@ -75,7 +79,7 @@ def show(result: dict[str, Any], text: str, as_json: bool) -> None:
         print(json.dumps(result, ensure_ascii=False) if as_json else text)
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def start(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
         from dex import __version__
@@ -323,6 +327,10 @@ def plan(
 def fold(
     adapter: Annotated[str, typer.Argument(help="A trained adapter: a folder or a Hub id.")],
     output: Output,
+    lambda_scale: Annotated[
+        list[float] | None,
+        typer.Option(help="Fold with S·λ for λ; several go to OUTPUT/lambda-S each (repeatable).", metavar="S"),
+    ] = None,
     text: Annotated[str, typer.Option(help="Text of the certificate: a file, a folder or 'pydoc'.")] = "pydoc",
     into_unquantised: Annotated[
         bool, typer.Option("--into-unquantised", help="Fold what was trained on a quantised base into the whole one.")
@@ -333,8 +341,37 @@ def fold(
     """Fold ADAPTER into a stock checkpoint, and certify that it computes the same."""
     from dex.verbs import fold as verb
 
-    certificate = verb.fold(adapter, output, text=text, into_unquantised=into_unquantised, force=force)
+    options: dict[str, Any] = {"text": text, "into_unquantised": into_unquantised, "force": force}
+    scales: list[Any] = lambda_scale or [None]
+    if len(scales) > 1:
+        folds = verb.fold_at_scales(adapter, output, scales, **options)
+        lines = [f"{name}: {verb.describe(certificate)}" for name, certificate in folds.items()]
+        show({"folder": str(output), "folds": folds}, "\n".join([*lines, f"written to {output}"]), as_json)
+        return
+    certificate = verb.fold(adapter, output, lambda_scale=scales[0], **options)
     show({"folder": str(output), **certificate}, f"{verb.describe(certificate)}\nwritten to {output}", as_json)
+
+
+@app.command()
+def dial(
+    adapter: Annotated[str, typer.Argument(help="The folder of a trained adapter.")],
+    output: Output,
+    recipe: Annotated[
+        Path | None, typer.Option(help="The recipe whose held-out part is read; the adapter's own if not given.")
+    ] = None,
+    scale: Annotated[
+        list[float] | None, typer.Option(help="A scale S (repeatable); 0, 0.25, 0.5, 0.75, 1, 1.5, 2 if not given.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks in one forward pass.")] = 4,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Measure the held-out loss of ADAPTER with S·λ in place of λ, against the scale S."""
+    from dex.verbs import dial as verb
+
+    scales = scale or verb.SCALES
+    made = verb.dial(adapter, output, recipe=recipe, scales=scales, batch_size=batch_size, force=force)
+    show({"output": str(output), **made.to_dict()}, f"{made.describe()}\nwritten to {output}", as_json)
 
 
 @app.command(name="eval")
@@ -490,7 +527,7 @@ def doctor(as_json: Json = False) -> None:
     """Run the whole pipeline on a tiny random model, offline, in under a minute."""
     from dex.verbs import doctor as verb
 
-    checks = verb.examine()
+    checks = verb.doctor()
     show({"checks": checks}, verb.describe(checks), as_json)
 
 
@@ -522,26 +559,40 @@ def copy_recipe(
 
 
 def main() -> None:
-    """The console script: one sentence for a DexError, no traceback."""
+    """The console script: one sentence for a DexError, no traceback; with --json, also as one JSON object."""
     quiet_libraries()
-    as_json = "--json" in sys.argv
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # λ on an ASCII terminal
     try:
-        app(prog_name="dex")
+        code = app(prog_name="dex", standalone_mode=False)
     except SharedError:
         time.sleep(2)  # the first process says why; a launcher stops it as soon as another one ends
         sys.exit(1)
     except DexError as error:
-        if as_json:
-            print(json.dumps({"error": str(error)}, ensure_ascii=False))
-        print(f"dex: {error}", file=sys.stderr)
-        sys.exit(1)
-    except SystemExit as stop:
-        if stop.code != INTERRUPTED:
+        _fail(str(error))
+    except UsageError as error:
+        error.show()
+        _print_error(error.format_message())
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in OF_THE_MACHINE:
             raise
-        if as_json:
-            print(json.dumps({"error": "interrupted"}))
+        _fail(f"{error.filename or 'A file'}: {error.strerror}.")
+    if code == INTERRUPTED:
+        _print_error("interrupted")
         print("dex: interrupted; nothing that was there before is lost.", file=sys.stderr)
         sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(sentence: str) -> None:
+    _print_error(sentence)
+    print(f"dex: {sentence}", file=sys.stderr)
+    sys.exit(1)
+
+
+def _print_error(message: str) -> None:
+    if "--json" in sys.argv:
+        print(json.dumps({"error": message}, ensure_ascii=False))
 
 
 def quiet_libraries() -> None:

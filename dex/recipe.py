@@ -250,6 +250,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return RECIPES.load(path, overrides)
 
 
+def as_recipe(recipe: Recipe | str | Path) -> Recipe:
+    """A recipe, or the file that holds one."""
+    return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+
+
 def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
     """`load_recipe` for a text at hand; `name` stands for the file in error sentences."""
     return RECIPES.parse(text, name, overrides)

@@ -49,7 +49,7 @@ def load_evaluated(name: str, label: str, dtype: str, batch_size: int, revision:
             **base.identity(),
             "id": name,
             "base": base.source.id,
-            "adapter": _adapter_hash(Path(name)),
+            "adapter": adapter_hash(Path(name)),
         }
     else:
         base = load_model(name, revision, dtype, families=ANY)
@@ -58,12 +58,18 @@ def load_evaluated(name: str, label: str, dtype: str, batch_size: int, revision:
     return Evaluated(label, model.to(device()).eval(), base.tokenizer, identity, batch_size)
 
 
-def _adapter_hash(folder: Path) -> str:
+def adapter_hash(folder: Path) -> str:
+    """The identity of an adapter's folder: its configuration and its weights."""
     digest = hashlib.sha256()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         with (folder / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
+
+
+def names_of(models: str | Path | Sequence[str | Path]) -> list[str]:
+    """One model or several, as they are named."""
+    return [str(models)] if isinstance(models, str | Path) else [str(model) for model in models]
 
 
 def labels(models: Sequence[str]) -> list[str]:

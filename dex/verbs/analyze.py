@@ -6,7 +6,7 @@ load → every section → the next model → differences → the folder, whole 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from dex.analysis.page import render
 from dex.analysis.records import ModelReport, Report
 from dex.analysis.room import Work, check_room
 from dex.analysis.sections import chosen, run_sections
-from dex.analysis.subject import Settings, Subject
+from dex.analysis.subject import SETTINGS, Settings, Subject
 from dex.analysis.texts import Texts, read_texts
 from dex.console import say
 from dex.data.tokens import tokenizer_identity
 from dex.environment import environment
 from dex.errors import DexError
-from dex.evaluation.evaluated import Evaluated, labels, load_evaluated
+from dex.evaluation.evaluated import Evaluated, labels, load_evaluated, names_of
 from dex.models import ModelSource, check_dtype, load_tokenizer
 from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json, write_whole
 from dex.plots import check_matplotlib
@@ -35,9 +35,9 @@ REPORT, PAGE, SCHEMA, FIGURES = "report.json", "report.html", "report.schema.jso
 
 
 def analyze(
-    models: Sequence[str],
-    output: Path,
-    settings: Settings | None = None,
+    models: str | Path | Sequence[str | Path],
+    output: str | Path,
+    settings: Settings | Mapping[str, Any] | None = None,
     *,
     sections: Sequence[str] | None = None,
     batch_size: int = 1,
@@ -51,7 +51,9 @@ def analyze(
     sections: names of `dex.analysis.sections.SECTIONS`; None: all. batch_size: rows in one forward pass.
     Raises DexError, in one sentence, for whatever cannot be done; then nothing is written.
     """
-    settings = settings or Settings()
+    if not isinstance(settings, Settings):
+        settings = SETTINGS.block(**(settings or {}))
+    models, output = names_of(models), Path(output)
     names, own_labels = chosen(sections), labels(models)
     if len(models) > 2:
         raise DexError(f"{len(models)} models were given; analyse one, or two side by side.")

@@ -76,13 +76,16 @@ class Comparison:
 
         with whole_folder(output, force, made_here=COMPARE) as folder:
             forest.draw(self.rows, self.reference.label, folder / FOREST)
-            notes = "".join(f"* {line}\n" for line in self._lines())
-            write_whole(folder / TABLE, f"{markdown(*table_cells(self.rows))}\n{notes}")
+            write_whole(folder / TABLE, self._repr_markdown_())
             write_json(folder / COMPARE, self.to_dict())
 
     def describe(self) -> str:
         """What is printed."""
         return terminal(*table_cells(self.rows)) + "\n".join(self._lines())
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return f"{markdown(*table_cells(self.rows))}\n" + "".join(f"* {line}\n" for line in self._lines())
 
     def _lines(self) -> list[str]:
         return [
@@ -119,36 +122,43 @@ class Comparison:
 
 
 def compare(
-    folders: Sequence[Path],
+    folders: Sequence[str | Path],
     *,
     against: str | None = None,
     tasks: Sequence[str] | None = None,
-    output: Path | None = None,
+    output: str | Path | None = None,
     force: bool = False,
 ) -> Comparison:
     """Compare the models whose results lie in `folders` with the one labelled `against`, by default the first.
 
     Raises DexError where results cannot be read, or are not of the same items, settings and metrics.
     """
+    places = [Path(folder) for folder in folders]
+    output = None if output is None else Path(output)
     if output is not None:
         from dex.plots import check_matplotlib
 
         check_matplotlib()
         refuse_to_overwrite(output, force, made_here=COMPARE)
-        for folder in folders:
-            refuse_output_over(output, str(folder))
-    reference, others = _reference_first(read_models(folders), against)
+        for place in places:
+            refuse_output_over(output, str(place))
+    reference, others = _reference_first(read_models(places), against)
     if tasks is not None:
         reference, *others = _chosen([reference, *others], tasks)
+    made = compare_models(reference, others)
+    if output is not None:
+        made.write(output, force)
+    return made
+
+
+def compare_models(reference: Model, others: list[Model]) -> Comparison:
+    """`compare`, of models whose results are read already."""
     for other in others:
         _refuse_other_suites(reference, other)
         for suite, result in reference.results.items():
             _refuse_other_settings(result, other.results[suite])
     rows = compare_results([[model.results[suite] for model in (reference, *others)] for suite in reference.results])
-    made = Comparison(reference, others, rows, [*_notes(reference, others), *_notes_of_rows(rows)])
-    if output is not None:
-        made.write(output, force)
-    return made
+    return Comparison(reference, others, rows, [*_notes(reference, others), *_notes_of_rows(rows)])
 
 
 def read_models(folders: Sequence[Path]) -> list[list[Model]]:

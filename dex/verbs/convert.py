@@ -46,20 +46,27 @@ def choose_heads(base: LoadedModel, choice: Choice) -> HeadPlan:
 
 
 def write_plan(
-    model: str, output: Path, choice: Choice, *, revision: str | None = None, dtype: str = "auto", force: bool = False
+    model: str | Path,
+    output: str | Path,
+    choice: Choice | None = None,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    force: bool = False,
 ) -> HeadPlan:
     """`dex heads`: the plan of a model, written to a file."""
+    output = Path(output)
     refuse_to_overwrite_file(output, force)
-    plan = choose_heads(load_model(model, revision, dtype), choice)
+    plan = choose_heads(load_model(str(model), revision, dtype), choice or Choice())
     plan.save(output, force)
     return plan
 
 
 def convert(
-    model: str,
-    output: Path,
-    config: DexConfig,
-    heads: HeadPlan | Choice | None,
+    model: str | Path,
+    output: str | Path,
+    config: DexConfig | None = None,
+    heads: HeadPlan | Choice | None = None,
     *,
     revision: str | None = None,
     dtype: str = "auto",
@@ -71,9 +78,10 @@ def convert(
     heads: a plan, how to make one, or None (all heads; none with schedule "off"). The base is not copied: the folder
     holds W_D, λ and the configuration. Raises DexError for a base or a plan that does not fit.
     """
+    output = Path(output)
     refuse_to_overwrite(output, force, "adapter_config.json")
-    base = load_model(model, revision, dtype)
+    base = load_model(str(model), revision, dtype)
     plan = choose_heads(base, heads) if isinstance(heads, Choice) else heads
     set_seed(seed)  # W_D does not depend on what was drawn before
-    save_adapter(attach(base, config, plan), base, output, plan, force=force)
+    save_adapter(attach(base, config or DexConfig(task_type="CAUSAL_LM"), plan), base, output, plan, force=force)
     return plan

@@ -27,7 +27,7 @@ from dex.verbs.fold import fold
 from dex.verbs.train import train
 
 
-def examine() -> list[dict[str, Any]]:
+def doctor() -> list[dict[str, Any]]:
     """Run every stage in a scratch folder; returns one entry a stage. Raises DexError at the first that fails."""
     with tempfile.TemporaryDirectory() as scratch, _own_cache(Path(scratch)):
         return _examine(Path(scratch))

@@ -18,7 +18,7 @@ from dex.loss import causal_lm_loss
 from dex.models import LoadedModel, device
 from dex.planning.outline import stand_in_plan
 from dex.processes import refuse_sharding_that_is_not_to_be_had, world_size
-from dex.recipe import Recipe
+from dex.recipe import Recipe, as_recipe
 from dex.run_data import sources
 from dex.run_folder import open_run
 from dex.trainer import cross_entropy_of
@@ -27,8 +27,9 @@ from dex.verbs.plan import describe as describe_plan
 from dex.verbs.train import check_settings, load_base
 
 
-def dry_run(recipe: Recipe, *, force: bool = False) -> tuple[dict[str, Any], Plan]:
+def dry_run(recipe: Recipe | str | Path, *, force: bool = False) -> tuple[dict[str, Any], Plan]:
     """Check a recipe as far as its first loss; returns what was seen, and the plan. Raises DexError as a run."""
+    recipe = as_recipe(recipe)
     refuse_sharding_that_is_not_to_be_had()
     check_settings(recipe)
     finished = open_run(Path(recipe.output), recipe, force)

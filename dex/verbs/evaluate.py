@@ -21,22 +21,22 @@ from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluation.answers import Answers
 from dex.evaluation.comparison import compare_results, table_cells
-from dex.evaluation.evaluated import Evaluated, labels, load_evaluated
+from dex.evaluation.evaluated import Evaluated, labels, load_evaluated, names_of
 from dex.evaluation.records import RESULT, Result, read_result
 from dex.evaluation.tables import interval, rendered, terminal
 from dex.output import put_in_place, refuse_file_above, write_json
 from dex.processes import agree, join, on_first
 from dex.run_data import cache_dir
 from dex.run_folder import used_alone
-from dex.suites import Suite
+from dex.suites import Suite, suite_of
 
 REQUEST, ANSWERS = "request.json", "answers.jsonl"
 
 
 def evaluate(
-    models: Sequence[str],
-    output: Path,
-    suite: Suite,
+    models: str | Path | Sequence[str | Path],
+    output: str | Path,
+    suite: Suite | str,
     *,
     batch_size: int = 4,
     dtype: str = "auto",
@@ -48,6 +48,8 @@ def evaluate(
     batch_size: requests in one forward pass; no score depends on it. Raises DexError, in one sentence, for whatever
     stops it; what was answered until then is kept.
     """
+    models, output = names_of(models), Path(output)
+    suite = suite_of(suite) if isinstance(suite, str) else suite
     join()
     names = labels(models)
     agree(suite.check)

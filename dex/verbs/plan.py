@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from dex.planning.cache import kv_bytes
 from dex.planning.devices import CONTEXT, GPUS, UTILISATION, Device, find_device
 from dex.planning.outline import Outline, checkpoint_dtype, count, on_meta, outline
 from dex.planning.step import StepFigures, simulate
-from dex.recipe import Recipe
+from dex.recipe import Recipe, as_recipe
 from dex.run_data import tokens_to_prepare
 
 Sharding = Literal["none", "fsdp"]
@@ -129,12 +130,15 @@ class ModelPlan:
 # --- A run -------------------------------------------------------------------------------------------------
 
 
-def plan(recipe: Recipe, device: str | None = None, processes: int = 1, sharding: Sharding = "none") -> Plan:
+def plan(
+    recipe: Recipe | str | Path, device: str | None = None, processes: int = 1, sharding: Sharding = "none"
+) -> Plan:
     """What the recipe's run will need on `device` (None: on each known GPU), in so many processes of one device each.
 
     Reads the model's config, no weights. Raises DexError for an unknown device, for processes that do not divide an
     update, and for everything that the recipe's model and method refuse by config.
     """
+    recipe = as_recipe(recipe)
     accumulation = _accumulation(recipe, processes)
     if sharding not in SHARDINGS:
         raise DexError(f"sharding {sharding!r} is not known; choose one of {', '.join(SHARDINGS)}.")
@@ -278,10 +282,10 @@ def _notes(recipe: Recipe, processes: int, sharding: str, device: str | None) ->
 # --- A model -----------------------------------------------------------------------------------------------
 
 
-def plan_model(model: str, revision: str | None = None) -> ModelPlan:
+def plan_model(model: str | Path, revision: str | None = None) -> ModelPlan:
     """Parameters, and bytes of weights and KV cache, of MODEL by its config alone. Raises DexError as load_config."""
     with quiet():
-        config, source = load_outline(model, revision, ANY)
+        config, source = load_outline(str(model), revision, ANY)
         dtype = checkpoint_dtype(config, source)
         meta = on_meta(config, dtype, source)
         cache = {name: kv_bytes(on_meta(config, kind, source), 1_000) for name, kind in _CACHE_DTYPES.items()}

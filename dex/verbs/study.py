@@ -19,7 +19,7 @@ from dex.recipe_yaml import yaml_lines
 from dex.run_data import cache_dir
 from dex.run_folder import RECIPE, lock_of, refuse_another_recipe
 from dex.studies.jobs import Done, Job, read_done
-from dex.studies.study_file import Study
+from dex.studies.study_file import Study, load_study
 from dex.studies.sweep import Swept, sweep_of
 from dex.studies.work import (
     BUSY,
@@ -159,7 +159,7 @@ class Runs:
             )
 
 
-def study(study: Study, *, report_only: bool = False) -> dict[str, Any]:
+def study(study: Study | str | Path, *, report_only: bool = False) -> dict[str, Any]:
     """Make every run that is not done yet, then write the report; returns what report.json holds.
 
     Where a signal stops it, returns {"finished": False}. `report_only` reports on what there is. Raises DexError.
@@ -167,6 +167,7 @@ def study(study: Study, *, report_only: bool = False) -> dict[str, Any]:
     from dex.plots import check_matplotlib
     from dex.studies.report import write_report
 
+    study = study if isinstance(study, Study) else load_study(study)
     check_matplotlib()
     output = Path(study.output)
     refuse_file_above(output)
