@@ -34,6 +34,8 @@ def environment() -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "platform": platform.platform(),
         "device": _device(),
+        "cpu": _cpu(),
+        "threads": _threads(),
         "processes": world_size(),
     }
 
@@ -67,4 +69,23 @@ def _version(package: str) -> str | None:
 def _device() -> str:
     import torch
 
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {_threads()} threads"
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _cpu() -> str:
+    """The processor and the instructions that torch uses of it: both decide in which order it adds."""
+    import torch
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"

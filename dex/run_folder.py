@@ -9,6 +9,7 @@ environment.json  versions, the commit of dex, and the machine, of every start
 trackers/         what tensorboard writes
 adapter/          the trained adapter, with the tokenizer; or, for methods that train the base's own weights,
 model/            the trained model
+dex.lock          all of it that the run can be made again from (`dex.lock`); one lies in adapter/ or model/ too
 held_out/         its loss on every held-out block, as `dex eval` writes a result
 result.json       the figures of the finished run
 """
@@ -29,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from dex.errors import DexError
 from dex.heads import HeadPlan
+from dex.lock import LOCK
 from dex.output import refuse_file_above, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 
@@ -42,6 +44,7 @@ CONTENT = (
     "checkpoints",
     "adapter",
     "model",
+    LOCK,
     HELD_OUT,
 )
 
@@ -176,6 +179,13 @@ def note_environment(run: Path, environment: dict[str, Any]) -> None:
     write_json(
         path, {"starts": [*starts, {"started": datetime.now(UTC).isoformat(timespec="seconds"), **environment}]}
     )
+
+
+def earlier_environments(run: Path, now: dict[str, Any]) -> list[dict[str, Any]]:
+    """What earlier starts of a run ran with, where it was something else than the last one does."""
+    starts = _read(run / "environment.json")["starts"]
+    others = [{key: value for key, value in start.items() if key != "started"} for start in starts]
+    return [other for i, other in enumerate(others) if other != now and other not in others[:i]]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -103,6 +103,7 @@ def test_a_run_writes_its_recipe_plan_log_adapter_and_result(tmp_path: Path) -> 
         "log.jsonl",
         "checkpoints",
         "adapter",
+        "dex.lock",
         "held_out",
         "result.json",
     }

@@ -17,6 +17,7 @@ from torch import nn
 
 from dex.console import Bar
 from dex.data import HeldOut, HeldOutBlock
+from dex.errors import DexError
 from dex.evaluation.paired import Interval, mean_score, perplexity
 from dex.evaluation.records import Record, Result, Task, prompt_hash
 from dex.loss import token_losses
@@ -85,6 +86,16 @@ def batches_of_one_length(lengths: Sequence[int], batch_size: int) -> Iterator[l
     for _, indices in sorted(by_length.items(), reverse=True):
         for start in range(0, len(indices), batch_size):
             yield indices[start : start + batch_size]
+
+
+def check_context(blocks: Blocks, context: int, model: str) -> None:
+    """Raise DexError where a block is longer than the positions of the model."""
+    longest = max(len(block.input_ids) for block in blocks)
+    if longest > context:
+        raise DexError(
+            f"The blocks have up to {longest:,} tokens, and {model} has a context of {context:,}; "
+            f"set block={context} or lower."
+        )
 
 
 def summarise(losses: Sequence[BlockLoss]) -> tuple[Interval, Interval]:

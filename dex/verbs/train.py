@@ -21,12 +21,14 @@ from dex.environment import environment
 from dex.errors import DexError
 from dex.evaluation.held_out import held_out_losses, held_out_result, summarise
 from dex.evaluation.paired import Interval
+from dex.evaluation.records import Record
 from dex.evaluation.tables import interval
 from dex.heads import HeadPlan
+from dex.lock import LOCK, BlockScore, Cursor, Lock, LockedData, LockedResult, refuse_other_inputs
 from dex.loss import refuse_without_liger
 from dex.methods.dex import PlannedHeads
 from dex.models import ANY, SUPPORTED, LoadedModel, load_model, use_chat_template
-from dex.output import refuse_output_over, write_json
+from dex.output import refuse_output_over, write_json, write_whole
 from dex.pins import pinned, pins_of
 from dex.processes import (
     agree,
@@ -39,7 +41,7 @@ from dex.processes import (
     stop_all,
     world_size,
 )
-from dex.recipe import Recipe
+from dex.recipe import Recipe, as_recipe
 from dex.run_data import cache_dir, heaviest_source, held_out_blocks, prepare_data
 from dex.run_folder import (
     HELD_OUT,
@@ -47,6 +49,7 @@ from dex.run_folder import (
     RECIPE,
     check_inputs,
     differences,
+    earlier_environments,
     note_environment,
     open_run,
     start_run,
@@ -61,18 +64,22 @@ from dex.verbs.convert import Choice, choose_heads
 from dex.watch import Watch
 
 
-def train(recipe: Recipe, *, force: bool = False) -> dict[str, Any]:
-    """Run a recipe, from its start or from its newest checkpoint; returns what result.json holds.
+def train(recipe: Recipe | str | Path, *, force: bool = False, like: Lock | None = None) -> dict[str, Any]:
+    """Run a recipe (or its file), from its start or from its newest checkpoint; returns what result.json holds.
+
+    like: the lock of a run that this one repeats: another base or other tokens than its are refused before the work,
+    and a head plan that it read from a file is read from the lock.
 
     Where the run stops before its budget (SIGTERM, its limit of hours), returns {"finished": False, ...} with the
     command to go on. Raises DexError, in one sentence, for everything that stops it otherwise.
     """
+    recipe = as_recipe(recipe)
     began, run = time.monotonic(), Path(recipe.output)
     join()
     agree(lambda: check_settings(recipe))
     with ExitStack() as stack:
         on_first(lambda: _enter(stack, used_alone(run, cache_dir())))
-        return _train(recipe, run, force, began)
+        return _train(recipe, run, force, like, began)
 
 
 def _enter(stack: ExitStack, context: AbstractContextManager[None]) -> None:
@@ -91,7 +98,7 @@ def check_settings(recipe: Recipe) -> None:
         refuse_without_liger()
 
 
-def _train(recipe: Recipe, run: Path, force: bool, began: float) -> dict[str, Any]:
+def _train(recipe: Recipe, run: Path, force: bool, like: Lock | None, began: float) -> dict[str, Any]:
     finished = on_first(lambda: open_run(run, recipe, force))
     if finished is not None:
         say(f"{run} is finished already; --force starts it again")
@@ -102,9 +109,12 @@ def _train(recipe: Recipe, run: Path, force: bool, began: float) -> dict[str, An
     base = agree(lambda: load_base(recipe))
     data = first_ahead(lambda: prepare(recipe, base))
     _say_passes(recipe, data)
-    plan = on_first(lambda: _head_plan(run, recipe, base, force))
+    inputs = _inputs(recipe, base, data)
+    if like is not None:
+        agree(lambda: refuse_other_inputs(like, inputs, data.report))
+    plan = on_first(lambda: _head_plan(run, recipe, base, force, like))
     set_seed(recipe.run.seed)  # W_D does not depend on what was drawn before
-    inputs = _inputs(recipe, base, data, plan)
+    inputs["heads"] = hashlib.sha256(json.dumps(plan.heads).encode()).hexdigest()[:16] if plan else None
     _refuse_different(inputs)
     on_first(lambda: check_inputs(run, inputs, force))
     subject = agree(lambda: recipe.method.subject(recipe, base, plan))
@@ -116,7 +126,7 @@ def _train(recipe: Recipe, run: Path, force: bool, began: float) -> dict[str, An
     trainer.run()
     if watch.stopped:
         return _stopped(recipe, trainer)
-    return _finish(recipe, trainer, data, inputs)
+    return _finish(recipe, trainer, data, inputs, plan)
 
 
 def prepare(recipe: Recipe, base: LoadedModel) -> Prepared:
@@ -132,11 +142,10 @@ def load_base(recipe: Recipe) -> LoadedModel:
     return base
 
 
-def _inputs(recipe: Recipe, base: LoadedModel, data: Prepared, plan: HeadPlan | None) -> dict[str, Any]:
-    """What a run that goes on must find unchanged."""
+def _inputs(recipe: Recipe, base: LoadedModel, data: Prepared) -> dict[str, Any]:
+    """What a run that goes on must find unchanged, as its heads."""
     return {
         "model": base.identity(),
-        "heads": hashlib.sha256(json.dumps(plan.heads).encode()).hexdigest()[:16] if plan else None,
         "data": {
             "revisions": [source.revision for source in recipe.data.train],
             "packed": data.packed.fingerprint,
@@ -186,7 +195,9 @@ def _say_passes(recipe: Recipe, data: Prepared) -> None:
         say(f"the data packs into {there:,} tokens, so the run goes over it {recipe.run.tokens / there:.1f} times")
 
 
-def _head_plan(run: Path, recipe: Recipe, base: LoadedModel, force: bool) -> HeadPlan | None:
+def _head_plan(
+    run: Path, recipe: Recipe, base: LoadedModel, force: bool, like: Lock | None = None
+) -> HeadPlan | None:
     heads = recipe.method.heads_to_choose()
     if heads is None:
         return None
@@ -197,7 +208,7 @@ def _head_plan(run: Path, recipe: Recipe, base: LoadedModel, force: bool) -> Hea
         except DexError as error:
             raise DexError(f"{str(error).rstrip('.')}; put the run's own copy back, or pass --force.") from error
     if isinstance(heads, PlannedHeads):
-        return HeadPlan.load(Path(heads.plan))
+        return HeadPlan.load(Path(heads.plan)) if like is None else HeadPlan.model_validate(like.heads)
     choice = Choice(source=heaviest_source(recipe.data), held_out=recipe.data.held_out, **heads.model_dump())
     return choose_heads(base, choice)
 
@@ -215,7 +226,9 @@ def _stopped(recipe: Recipe, trainer: DexTrainer) -> dict[str, Any]:
     return {"finished": False, "stopped": reason, "step": step, "steps": recipe.steps, "go_on": command}
 
 
-def _finish(recipe: Recipe, trainer: DexTrainer, data: Prepared, inputs: dict[str, Any]) -> dict[str, Any]:
+def _finish(
+    recipe: Recipe, trainer: DexTrainer, data: Prepared, inputs: dict[str, Any], plan: HeadPlan | None
+) -> dict[str, Any]:
     """Write what was trained and then result.json, whose presence means that the run is finished."""
     subject, blocks = trainer.subject, trainer.watch.blocks
     model = trainer.model
@@ -241,10 +254,11 @@ def _finish(recipe: Recipe, trainer: DexTrainer, data: Prepared, inputs: dict[st
     state, output = trainer.whole_state(), trained_folder(recipe)
 
     def write() -> None:
-        _save_result(subject, output, result, state)
         run, model = output.parent, {"id": str(output), "base": recipe.model.id}
         settings = {"recipe": str(run / RECIPE)}
         evaluated = held_out_result(run.name, model, losses, blocks, data.held_out, settings, result["environment"])
+        _save_result(subject, output, _lock(recipe, inputs, plan, result, evaluated.records), state)
+        write_whole(run / LOCK, (output / LOCK).read_text(encoding="utf-8"))
         evaluated.write(run / HELD_OUT)
         write_json(output.parent / "result.json", result)
 
@@ -252,8 +266,28 @@ def _finish(recipe: Recipe, trainer: DexTrainer, data: Prepared, inputs: dict[st
     return result
 
 
-def _save_result(subject: Subject, output: Path, result: dict[str, Any], state: Any) -> None:
+def _lock(
+    recipe: Recipe, inputs: dict[str, Any], plan: HeadPlan | None, result: dict[str, Any], records: list[Record]
+) -> Lock:
+    """All that the run can be made again from, and what it came to; `records` are of the held-out blocks."""
+    run, blocks = Path(recipe.output), recipe.steps * recipe.blocks_per_step
+    cursor = Cursor(tokens=recipe.run.tokens, steps=recipe.steps, blocks=blocks, seed=recipe.run.seed)
+    losses = [BlockScore(id=r.id, group=r.group, weight=r.weight, score=r.score) for r in records]
+    figures = {name: result[name] for name in LockedResult.model_fields if name != "losses"}
+    return Lock(
+        recipe={**recipe.model_dump(), "output": run.resolve().name},
+        model=inputs["model"],
+        data=LockedData(**inputs["data"], report=result["data"], cursor=cursor),
+        heads=plan.model_dump() if plan else None,
+        environment=result["environment"],
+        earlier=earlier_environments(run, result["environment"]),
+        result=LockedResult(**figures, losses=losses),
+        files={},  # there are none yet
+    )
+
+
+def _save_result(subject: Subject, output: Path, lock: Lock, state: Any) -> None:
     try:
-        subject.save(output, result, state)
+        subject.save(output, lock, state)
     except RuntimeError as error:  # PEFT's and torch's own word for a full disk
         raise DexError(f"{output} could not be written: {str(error).splitlines()[0]}.") from error
