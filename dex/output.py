@@ -116,6 +116,27 @@ def write_whole(path: Path, text: str) -> None:
             partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def whole_file(path: Path, force: bool = False) -> Iterator[Path]:
+    """Yield the place of a file beside `path`; on success it becomes `path`, on any error it is removed.
+
+    A SIGKILL half-way leaves at most the hidden sibling `.<stem>.partial<suffix>`, which the next call removes.
+    """
+    refuse_to_overwrite_file(path, force)
+    partial = path.parent / f".{path.stem}.partial{path.suffix}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        yield partial
+        _flush_to_disk(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise DexError(f"{path} could not be written: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`write_whole` for a JSON value, indented, with a newline at the end."""
     write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

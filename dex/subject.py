@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from dex.adapter import attach, save_adapter
-from dex.card import write_trained_card
+from dex.cards import write_card
 from dex.errors import DexError
 from dex.heads import HeadPlan
 from dex.layouts.callback import V1Callback
+from dex.lock import Lock, write_lock
 from dex.models import LoadedModel, quiet, save_model
 from dex.output import whole_folder
 from dex.recipe import Run
@@ -46,8 +47,8 @@ class Subject(ABC):
     def save_checkpoint(self, folder: str | None, state: State) -> None: ...
 
     @abstractmethod
-    def save(self, folder: Path, result: dict[str, Any], state: State = None) -> None:
-        """Write the result, whole or not at all; `result` is what the run knows of it, for the card."""
+    def save(self, folder: Path, lock: Lock, state: State = None) -> None:
+        """Write what was trained, whole or not at all; the lock says what the run knows of it."""
 
     def callbacks(self) -> list[TrainerCallback]:
         return []
@@ -70,8 +71,8 @@ class Adapter(Subject):
         # PEFT's "auto" would ask the Hub whether the vocabulary was resized.
         self.model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
-    def save(self, folder: Path, result: dict[str, Any], state: State = None) -> None:
-        save_adapter(self.model, self.base, folder, self.plan, result, state=state, force=True)
+    def save(self, folder: Path, lock: Lock, state: State = None) -> None:
+        save_adapter(self.model, self.base, folder, self.plan, state=state, lock=lock, force=True)
 
 
 class DexAdapter(Adapter):
@@ -126,9 +127,9 @@ class PrincipalAdapter(Adapter):
             ) from error
         own.init_lora_weights = kind
 
-    def save(self, folder: Path, result: dict[str, Any], state: State = None) -> None:
+    def save(self, folder: Path, lock: Lock, state: State = None) -> None:
         options = {"path_initial_model_for_weight_conversion": self._start.name}
-        save_adapter(self.model, self.base, folder, None, result, state=state, force=True, **options)
+        save_adapter(self.model, self.base, folder, None, state=state, lock=lock, force=True, **options)
 
 
 class WholeModel(Subject):
@@ -172,11 +173,12 @@ class WholeModel(Subject):
             # In one file: a checkpoint is whole if it has it.
             self.model.save_pretrained(folder, state_dict=state, max_shard_size="1TB")
 
-    def save(self, folder: Path, result: dict[str, Any], state: State = None) -> None:
+    def save(self, folder: Path, lock: Lock, state: State = None) -> None:
         self.model.config.use_cache = self.use_cache
         with whole_folder(folder, force=True) as partial:
             save_model(self.model, self.base.tokenizer, partial, state)
-            write_trained_card(partial, self.base.source, self.model.config, result)
+            write_lock(partial, lock.of(partial))
+            write_card(partial, self.base.source)
 
 
 def laid_out(base: LoadedModel, convert: Callable[[PreTrainedModel], PreTrainedModel]) -> LoadedModel:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dex import __version__
-from dex.card import write_layout_card
+from dex.cards import write_card
 from dex.errors import DexError
 from dex.layouts.fresh import fresh, num_parameters
 from dex.models import ModelSource, load_outline, load_tokenizer, read_config_file, refuse_quantised, save_model
@@ -20,11 +20,11 @@ MADE_HERE = "layout.json"
 
 def init(
     layout: str,
-    like: str,
-    output: Path,
+    like: str | Path,
+    output: str | Path,
     *,
     options: dict[str, Any] | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     seed: int = 0,
     revision: str | None = None,
     force: bool = False,
@@ -34,6 +34,7 @@ def init(
     like: a model, or a config.json file; the tokenizer is that of the model, or of `tokenizer`.
     options: those of DIFF V1's configuration. Raises DexError where the layout does not fit the model.
     """
+    like, output = str(like), Path(output)
     if layout not in LAYOUTS:
         raise DexError(f"{layout!r} is not a layout; there are: {', '.join(LAYOUTS)}.")
     if options and layout != "diff-v1":
@@ -41,7 +42,7 @@ def init(
     refuse_output_over(output, like)
     refuse_to_overwrite(output, force, MADE_HERE)
     config, source = _like(like, revision)
-    words = _tokenizer_like(source, tokenizer)
+    words = _tokenizer_like(source, None if tokenizer is None else str(tokenizer))
     if len(words) > config.vocab_size:
         raise DexError(f"The tokenizer has {len(words):,} tokens, and vocab_size of {like} is {config.vocab_size:,}.")
     model = fresh(layout, config, seed, options or {})
@@ -58,7 +59,7 @@ def init(
     with whole_folder(output, force, MADE_HERE) as partial:
         save_model(model, words, partial)
         write_json(partial / MADE_HERE, record)
-        write_layout_card(partial, source, model.config, record)
+        write_card(partial, source)
     return record
 
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dex import __version__
 from dex.agreement import agreement
-from dex.card import write_layout_card
+from dex.cards import write_card
 from dex.console import Bar, say
 from dex.data import Source, calibration
 from dex.errors import DexError
@@ -64,9 +64,9 @@ class Conversion:
 
 
 def lay_out(
-    model: str,
-    output: Path,
-    target: Target,
+    model: str | Path,
+    output: str | Path,
+    target: Target | str,
     *,
     text: str = "pydoc",
     sequences: int = 16,
@@ -82,6 +82,8 @@ def lay_out(
     held_out is the share of the documents that neither may see, because something will be evaluated on them.
     Raises DexError for a layout that the model cannot have, with the reason, before its weights are read.
     """
+    model, output = str(model), Path(output)
+    target = Target(target) if isinstance(target, str) else target
     if target.layout not in LAYOUTS:
         raise DexError(f"{target.layout!r} is not a layout; there are: {', '.join(LAYOUTS)}.")
     if length < 2 or sequences < 2:
@@ -125,7 +127,7 @@ def lay_out(
             "dex_version": __version__,
         }
         write_json(partial / MADE_HERE, record)
-        write_layout_card(partial, base.source, again.config, record)
+        write_card(partial, base.source)
     return record
 
 
