@@ -50,9 +50,14 @@ class Perplexity(Suite):
         return {"data": [data.model_dump(mode="json"), tokens_of_run, written, local]}
 
     def run(self, evaluated: Evaluated, answers: Answers) -> Outcome:
-        from dex.errors import DexError
         from dex.evaluation.answers import answer_all
-        from dex.evaluation.held_out import BlockLoss, batches_of_one_length, held_out_result, losses_of_batch
+        from dex.evaluation.held_out import (
+            BlockLoss,
+            batches_of_one_length,
+            check_context,
+            held_out_result,
+            losses_of_batch,
+        )
         from dex.evaluation.records import prompt_hash
         from dex.models import use_chat_template
         from dex.run_data import held_out_blocks, prepare_data
@@ -63,11 +68,7 @@ class Perplexity(Suite):
         prepared = prepare_data(data, evaluated.tokenizer, tokens_of_run)
         blocks = held_out_blocks(data, prepared)
         lengths = [len(block.input_ids) for block in blocks]
-        if max(lengths) > evaluated.context:
-            raise DexError(
-                f"The blocks have up to {max(lengths):,} tokens, and {evaluated.label} has a context of "
-                f"{evaluated.context:,}; set block={evaluated.context} or lower."
-            )
+        check_context(blocks, evaluated.context, evaluated.label)
         found = answer_all(
             [
                 f"{i}-{prompt_hash(block.input_ids.tolist(), block.targets.long().tolist())}"

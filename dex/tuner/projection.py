@@ -146,6 +146,7 @@ class DexOutput(DexLayer):
 
     adapter_layer_names = (*DexLayer.adapter_layer_names, "dex_w_d", "dex_lam")
     other_param_names = (*DexLayer.other_param_names, "dex_selected", "dex_heads")
+    lam_scale = 1.0  # what λ is multiplied by, here alone; of `dex.tuner.scaling`, and never saved
 
     def __init__(self, base_layer: nn.Linear, layer_idx: int, head_dim: int) -> None:
         super().__init__(base_layer)
@@ -195,7 +196,10 @@ class DexOutput(DexLayer):
         return adapter in self.dex_w_d
 
     def lam(self, adapter: str) -> Tensor:
-        """λ(t) [1] at the count of optimiser steps that the adapter has done; differentiable in λ_learn."""
+        """λ(t) [1] at the count of optimiser steps that the adapter has done, times `lam_scale`.
+
+        Differentiable in λ_learn.
+        """
         schedule = self.schedules[adapter]
         lam_learn = self.dex_lam[adapter] if schedule.learns else None
         if lam_learn is not None and schedule.anneal_steps is None and self.training and torch.is_grad_enabled():
@@ -203,7 +207,7 @@ class DexOutput(DexLayer):
                 f"The schedule {schedule.name!r} needs the annealing length T_a before training: set "
                 "DexConfig(anneal_steps=N), or add dex.DexCallback() to the Trainer, which sets half of the run."
             )
-        return schedule.lam(self.dex_step[adapter], lam_learn)
+        return self.lam_scale * schedule.lam(self.dex_step[adapter], lam_learn)
 
     def projection(self, adapter: str) -> tuple[Tensor, Tensor | None]:
         weight, bias = super().projection(adapter)

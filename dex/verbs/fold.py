@@ -1,7 +1,7 @@
 """Fold an adapter into a stock checkpoint, and prove it.
 
     W_O,h ← (I − λ W_D) W_O,h for every selected head, K and V from their trained copies; multiplied in float64,
-    cast once to the base checkpoint's dtype.
+    cast once to the base checkpoint's dtype. The dial: any multiple S·λ can be folded in the place of λ.
 
 The certificate: a fresh process that does not import dex loads the written folder with plain
 `AutoModelForCausalLM`, and its logits on real text are compared with the attached model's.
@@ -13,25 +13,30 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dex.adapter import load_onto, read_adapter_config
 from dex.agreement import Agreement, agreement
-from dex.card import write_folded_card
+from dex.cards import write_card
 from dex.console import say
 from dex.data import Source, calibration
+from dex.environment import environment
 from dex.errors import DexError
+from dex.lock import LOCK, find_adapter_lock, write_lock
 from dex.models import LoadedModel, load_config, load_model, refuse_quantised, save_model
 from dex.output import refuse_to_overwrite, whole_folder, write_json
+from dex.tuner import DexConfig
 from dex.tuner.callback import branch_state
+from dex.tuner.scaling import check_scales, scale_lambda, scale_name
 
 FLOAT32_TOLERANCE = 1e-4  # of the largest logit
 MADE_HERE = "certificate.json"
@@ -39,51 +44,136 @@ BLOCKS, LENGTH = 4, 256  # of real text: 1024 positions, and 200 MB of logits fo
 
 
 def fold(
-    adapter: str, output: Path, *, text: str = "pydoc", into_unquantised: bool = False, force: bool = False
+    adapter: str | Path,
+    output: str | Path,
+    *,
+    lambda_scale: float | None = None,
+    text: str = "pydoc",
+    into_unquantised: bool = False,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Write the stock folder of an adapter and its certificate (certificate.json); return the certificate.
 
-    An adapter that was trained on a base quantised by dex is folded into the base as it was before, if
-    `into_unquantised` says so. Raises DexError, and leaves no folder, if the base is quantised otherwise or the
-    certificate is above tolerance.
+    lambda_scale: S folds with S·λ in place of λ, 0 with K, V and O alone; None is 1, as trained. An adapter that was
+    trained on a base quantised by dex is folded into the base as it was before, if `into_unquantised` says so.
+
+    Raises DexError, and leaves no folder, if the base is quantised otherwise, a scale is given for an adapter without
+    a branch, or the certificate is above tolerance.
     """
-    refuse_to_overwrite(output, force, MADE_HERE)
+    folders = {Path(output): lambda_scale}
+    [certificate] = _fold_each(str(adapter), folders, text, into_unquantised, force)
+    return certificate
+
+
+def fold_at_scales(
+    adapter: str | Path,
+    output: str | Path,
+    scales: Sequence[float],
+    *,
+    text: str = "pydoc",
+    into_unquantised: bool = False,
+    force: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """`fold` at several scales of λ, the base loaded once: `output`/lambda-<S> for each, whole and certified.
+
+    Returns the certificates by the names of their folders. Those that are written stay where a later one fails.
+    """
+    names = [f"lambda-{scale_name(scale)}" for scale in scales]
+    if again := [name for name in names if names.count(name) > 1]:
+        raise DexError(f"The scale {again[0].removeprefix('lambda-')} is given twice; each is folded once.")
+    folder = Path(output)
+    _refuse_among_others(folder)
+    folders = {folder / name: scale for name, scale in zip(names, scales, strict=True)}
+    return dict(zip(names, _fold_each(str(adapter), folders, text, into_unquantised, force), strict=True))
+
+
+def _refuse_among_others(output: Path) -> None:
+    """Raise if the folder that shall hold one folder a scale holds anything else, such as a model."""
+    if output.is_dir() and (others := [each.name for each in output.iterdir() if "lambda-" not in each.name]):
+        raise DexError(
+            f"{output} holds {min(others)}, and folds at several scales want a folder to themselves; name one."
+        )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the folds of one adapter share."""
+
+    adapter: str
+    config: DexConfig | LoraConfig
+    base: LoadedModel
+    input_ids: Tensor
+    text: dict[str, Any]  # which text the certificate is made on
+    rounding: Agreement | None
+
+
+def _fold_each(
+    adapter: str, folders: Mapping[Path, float | None], text: str, into_unquantised: bool, force: bool
+) -> list[dict[str, Any]]:
+    """The certificates of the folds, each folder with its scale; what can be refused is, before any work."""
+    for folder in folders:
+        refuse_to_overwrite(folder, force, MADE_HERE)
     config = read_adapter_config(adapter)
+    check_scales([scale for scale in folders.values() if scale is not None], adapter, config)
     _refuse_quantised_training(adapter, config, into_unquantised)
     refuse_quantised(load_config(config.base_model_name_or_path, config.revision))
     base = load_model(config.base_model_name_or_path, config.revision)
-    dtype = base.model.dtype
     input_ids, fingerprint = calibration(Source(text), base.tokenizer, BLOCKS, LENGTH)
-    layout = _layout(base.model)
-    rounding = None if dtype == torch.float32 else _rounding_of(base, config, input_ids)
+    rounding = None if base.model.dtype == torch.float32 else _rounding_of(base, config, input_ids)
+    about_text = {"source": text, "fingerprint": fingerprint, "positions": input_ids.numel()}
+    work = _Work(adapter, config, base, input_ids, about_text, rounding)
+    own = {name: parameter.data for name, parameter in base.model.named_parameters()}
+    certificates = []
+    for folder, scale in folders.items():
+        certificates.append(_fold_once(work, folder, 1.0 if scale is None else scale, force))
+        for name, parameter in base.model.named_parameters():
+            parameter.data = own[name]  # merging has put others in their place, and left these as they were
+    return certificates
+
+
+def _fold_once(work: _Work, output: Path, scale: float, force: bool) -> dict[str, Any]:
+    base, input_ids = work.base, work.input_ids
+    layout, dtype = _layout(base.model), base.model.dtype
     with whole_folder(output, force, MADE_HERE) as partial, _scratch(output) as scratch:
-        attached = load_onto(base, adapter)
+        attached = load_onto(base, work.adapter)
         attached_logits = scratch / "attached"
-        _write_logits(attached, input_ids, attached_logits)
-        branch = branch_state(attached, input_ids[0])
-        say("folding")
-        folded = attached.merge_and_unload()
+        with scale_lambda(attached, scale) if scale != 1.0 else nullcontext():
+            _write_logits(attached, input_ids, attached_logits)
+            branch = branch_state(attached, input_ids[0])
+            say("folding" if scale == 1.0 else f"folding with {scale_name(scale)} · λ")
+            folded = attached.merge_and_unload()
         _check_layout(folded, layout)
         save_model(folded, base.tokenizer, partial)
         say("certifying: a fresh process without dex loads the folder")
         witness = _ask_witness(partial, input_ids, scratch, dtype)
         measured = agreement(_pairs(attached_logits, scratch / "folded", len(input_ids)))
         certificate = {
-            "passed": _passes(measured, rounding),
+            "passed": _passes(measured, work.rounding),
             "dtype": str(dtype).removeprefix("torch."),
+            "lambda_scale": scale,
             "folded_against_attached": asdict(measured),
-            "rounding_of_the_base": None if rounding is None else asdict(rounding),
-            "tolerance": _tolerance(rounding),
-            "text": {"source": text, "fingerprint": fingerprint, "positions": input_ids.numel()},
+            "rounding_of_the_base": None if work.rounding is None else asdict(work.rounding),
+            "tolerance": _tolerance(work.rounding),
+            "text": work.text,
             "class": witness["class"],
-            "trained_on": getattr(config, "base_quantised", None) or "the base as it is",
+            "trained_on": getattr(work.config, "base_quantised", None) or "the base as it is",
             "loaded_without_dex": not witness["imported_dex"],
             "branch": branch,
         }
         _refuse_if_failed(certificate)
         write_json(partial / MADE_HERE, certificate)
-        write_folded_card(partial, base.source, certificate, branch)
+        _write_lock(work.adapter, partial, certificate)
+        write_card(partial, base.source, made_from=work.adapter)
     return certificate
+
+
+def _write_lock(adapter: str, folder: Path, certificate: dict[str, Any]) -> None:
+    """The adapter's lock, with the fold; none where the adapter has none, or that of other weights."""
+    lock, others = find_adapter_lock(adapter)
+    if others:
+        say(f"{others[0]} of {adapter} is not the file of its {LOCK}: the folded folder gets none")
+    elif lock is not None:
+        write_lock(folder, lock.folded(folder, certificate, environment()))
 
 
 def _refuse_quantised_training(adapter: str, config: Any, into_unquantised: bool) -> None:
