@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 if TYPE_CHECKING:
+    from dex.adapter import load_adapter as load_adapter
     from dex.data import Source as Source
     from dex.errors import DexError as DexError
     from dex.heads import HeadPlan as HeadPlan
@@ -32,21 +33,27 @@ if TYPE_CHECKING:
     from dex.tuner import DexConfig as DexConfig
     from dex.tuner import DexModel as DexModel
     from dex.tuner.callback import DexCallback as DexCallback
+    from dex.tuner.scaling import scale_lambda as scale_lambda
     from dex.verbs.analyze import analyze as analyze
+    from dex.verbs.card import write_card as write_card
     from dex.verbs.compare import compare as compare
     from dex.verbs.convert import Choice as Choice
     from dex.verbs.convert import choose_heads as choose_heads
     from dex.verbs.convert import convert as convert
     from dex.verbs.convert import write_plan as write_plan
+    from dex.verbs.dial import dial as dial
     from dex.verbs.doctor import doctor as doctor
     from dex.verbs.dry_run import dry_run as dry_run
     from dex.verbs.evaluate import evaluate as evaluate
+    from dex.verbs.export_gguf import export_gguf as export_gguf
     from dex.verbs.fold import fold as fold
     from dex.verbs.init import init as init
     from dex.verbs.lay_out import Target as Target
     from dex.verbs.lay_out import lay_out as lay_out
     from dex.verbs.plan import plan as plan
     from dex.verbs.plan import plan_model as plan_model
+    from dex.verbs.push import push as push
+    from dex.verbs.reproduce import reproduce as reproduce
     from dex.verbs.study import study as study
     from dex.verbs.train import train as train
 
@@ -56,6 +63,8 @@ _HOMES = {
     # Dex as a method of PEFT.
     "dex.tuner": ("DexConfig", "DexModel"),
     "dex.tuner.callback": ("DexCallback",),
+    "dex.tuner.scaling": ("scale_lambda",),
+    "dex.adapter": ("load_adapter",),
     "dex.heads": ("HeadPlan",),
     "dex.errors": ("DexError",),
     # What the commands are given.
@@ -72,10 +81,15 @@ _HOMES = {
     "dex.verbs.dry_run": ("dry_run",),
     "dex.verbs.train": ("train",),
     "dex.verbs.fold": ("fold",),
+    "dex.verbs.dial": ("dial",),
     "dex.verbs.evaluate": ("evaluate",),
     "dex.verbs.compare": ("compare",),
     "dex.verbs.analyze": ("analyze",),
     "dex.verbs.study": ("study",),
+    "dex.verbs.card": ("write_card",),
+    "dex.verbs.push": ("push",),
+    "dex.verbs.reproduce": ("reproduce",),
+    "dex.verbs.export_gguf": ("export_gguf",),
     "dex.verbs.doctor": ("doctor",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

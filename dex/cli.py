@@ -523,6 +523,111 @@ def compare(
 
 
 @app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(help="What dex train, fold, convert or init wrote.", metavar="FOLDER")],
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="What dex eval -o wrote of this model, its base and its controls (repeatable).", metavar="RESULTS"
+        ),
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="The licence, as the Hub names it: apache-2.0, other, …")] = None,
+    license_name: Annotated[str | None, typer.Option(help="The name of a licence `other`.")] = None,
+    license_link: Annotated[str | None, typer.Option(help="Its text: a URL, or a file of FOLDER.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The Hub id of a base that was a local one.")] = None,
+    language: Annotated[list[str] | None, typer.Option(help="An ISO 639 code, such as en (repeatable).")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also over a card that was edited by hand.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the model card of FOLDER again, with results, and with what no file says: licence, base, language."""
+    from dex.verbs import card as verb
+
+    made = verb.write_card(
+        folder,
+        results=results or (),
+        license=license,
+        license_name=license_name,
+        license_link=license_link,
+        base_model=base_model,
+        language=language or (),
+        force=force,
+    )
+    show(made, verb.describe(made), as_json)
+
+
+@app.command()
+def push(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="A folded model, an adapter or a DIFF model.", metavar="FOLDER")],
+    repo: Annotated[str, typer.Argument(help="organisation/name on the Hub.", metavar="REPO")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private, if it is new.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch; made if it is not there.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Propose the commit in a pull request.")] = False,
+    commit_message: Annotated[str | None, typer.Option(help="The commit's first line.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Download the commit again and compare SHA-256.")] = False,
+    require_no_regression: Annotated[
+        Path | None,
+        typer.Option(help="Refuse a model that is worse than its base by these: dex eval -o.", metavar="RESULTS"),
+    ] = None,
+    margin: Annotated[
+        float | None, typer.Option(min=0, help="Refuse unless every interval shows less than this much loss.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, say what would be uploaded, upload nothing.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that dex did not push.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Publish FOLDER as REPO, in one commit; the same command goes on where it was stopped."""
+    _refuse_without(context, "--require-no-regression", {} if require_no_regression else {"margin": "margin"})
+    if dry_run:
+        _refuse_beside(context, "--dry-run", ("verify",))
+    if commit_message is not None and not commit_message.strip():
+        raise typer.BadParameter("is empty; say what the commit is", param_hint="--commit-message")
+    if sys.stderr.isatty():
+        os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)  # a file can take an hour
+    from dex.verbs import push as verb
+
+    pushed = verb.push(
+        folder,
+        repo,
+        private=private,
+        revision=revision,
+        create_pr=create_pr,
+        commit_message=commit_message,
+        verify=verify,
+        require_no_regression=require_no_regression,
+        margin=margin,
+        dry_run=dry_run,
+        force=force,
+    )
+    show(pushed.to_dict(), verb.describe(pushed), as_json)
+
+
+@app.command()
+def reproduce(
+    folder: Annotated[
+        str, typer.Argument(help="A run, its adapter/ or model/, or a folded folder; also one on the Hub.")
+    ],
+    output: Output,
+    margin: Annotated[
+        float | None,
+        typer.Option(min=0, help="Nats within which runs are the same that cannot be equal to the bit; 0.01."),
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train, and fold, what the dex.lock of FOLDER describes again, and say whether it came out the same."""
+    from dex.verbs import reproduce as verb
+
+    made = verb.reproduce(folder, output, margin=verb.MARGIN if margin is None else margin, force=force)
+    show({"output": str(output), **made}, f"{verb.describe(made)}\nwritten to {output}", as_json)
+    if (sentence := verb.refusal(made)) is not None:
+        print(f"dex: {sentence}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Run the whole pipeline on a tiny random model, offline, in under a minute."""
     from dex.verbs import doctor as verb
@@ -556,6 +661,28 @@ def copy_recipe(
 
     made = shipped.copy(name, dest, force=force)
     show({"path": str(made.path), "missing": made.missing}, shipped.describe_copy(made), as_json)
+
+
+export_app = typer.Typer(name="export", help="Other formats of a model folder.", no_args_is_help=True)
+app.add_typer(export_app)
+
+
+@export_app.command(name="gguf")
+def export_gguf(
+    folder: Annotated[Path, typer.Argument(help="A model folder, such as dex fold writes.", metavar="FOLDER")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file, which ends in .gguf.")],
+    dtype: Annotated[str, typer.Option("--type", help="Type of the matrices: f16, f32 or q8_0.")] = "f16",
+    name: Annotated[
+        str | None, typer.Option(help="The model's title in the file; the folder's name if not given.")
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write FOLDER as one GGUF file for llama.cpp, tokenizer and chat template included, and read it back."""
+    from dex.verbs import export_gguf as verb
+
+    result = verb.export_gguf(folder, output, dtype=dtype, name=name, force=force)
+    show(result, f"{verb.describe(result)}\nwritten to {output}", as_json)
 
 
 def main() -> None:

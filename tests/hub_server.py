@@ -1,8 +1,8 @@
 """A small Hub on loopback, for the real huggingface_hub, transformers and datasets clients.
 
 It answers what those clients ask for when they read model and dataset repositories: info, tree, paths-info, refs
-and files. Status codes, headers and error codes are the real Hub's. Point the client at it with HF_ENDPOINT before
-huggingface_hub is imported (tests/conftest.py does).
+and files; what they ask for when they write is in tests/hub_writes.py. Status codes, headers and error codes are the
+real Hub's. Point the client at it with HF_ENDPOINT before huggingface_hub is imported (tests/conftest.py does).
 
     server = HubServer()
     commit = server.add_model("org/name", folder, revisions={"v1": other_folder})
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from hub_writes import Large, Refusal, Store, Writes
+
 Files = dict[str, bytes]
 DATE = "2026-01-01T00:00:00.000Z"
 LIFETIME = 1800.0  # seconds; far more than a test run takes
@@ -38,9 +40,10 @@ class Repo:
     branches: dict[str, str] = field(default_factory=dict)  # name → commit
     private: bool = False
     gated: bool = False
+    pull_requests: list[tuple[str, str]] = field(default_factory=list)  # title and author; the first is number 1
 
-    def commit(self, branch: str, files: Files) -> str:
-        digest = hashlib.sha1(self.id.encode())
+    def commit(self, branch: str, files: Files, parent: str = "") -> str:
+        digest = hashlib.sha1(self.id.encode() + parent.encode())
         for path, content in sorted(files.items()):
             digest.update(path.encode() + b"\0" + hashlib.sha1(content).digest())
         commit = digest.hexdigest()
@@ -55,6 +58,10 @@ class Repo:
         found = [commit for commit in self.commits if len(revision) >= 7 and commit.startswith(revision)]
         return found[0] if len(found) == 1 else None
 
+    def propose(self, title: str, author: str) -> int:
+        self.pull_requests.append((title, author))
+        return len(self.pull_requests)
+
 
 @dataclass
 class Fault:
@@ -63,10 +70,22 @@ class Fault:
     path: str
     times: int
     status: int | None = None  # None: close the connection
-    after_bytes: int = 0  # with no status: answer, but close after so many bytes of the body
+    after_bytes: int = 0  # with no status: close after so many bytes of the answer's body, or of an upload's
+    headers: dict[str, str] = field(default_factory=dict)
+    answered: bool = False  # do what was asked for first, and only lose the answer
 
 
-class HubServer:
+@dataclass
+class Hold:
+    """A request that waits: `reached` is set when it comes, and it goes on, or is lost, after `release` is."""
+
+    path: str
+    lost: bool
+    reached: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+
+
+class HubServer(Store):
     """Serves from construction until `close`, or for `LIFETIME` seconds."""
 
     def __init__(self) -> None:
@@ -83,7 +102,9 @@ class HubServer:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.tokens: dict[str, set[str]] = {}  # token → ids of the private and gated repos it may read
         self.faults: list[Fault] = []
+        self.holds: list[Hold] = []
         self.requests: list[str] = []  # "GET /api/models/org/name", in order
+        self.forget_writes()
 
     def close(self) -> None:
         self._timer.cancel()
@@ -109,13 +130,24 @@ class HubServer:
         """Make `token` valid, with access to these private or gated repositories."""
         self.tokens[token] = set(repo_ids)
 
-    def fail(self, path: str, status: int, times: int = 1_000_000) -> None:
-        """Answer requests whose path contains `path` with `status`."""
-        self.faults.append(Fault(path, times, status=status))
+    def fail(self, path: str, status: int, times: int = 1_000_000, answered: bool = False, **headers: str) -> None:
+        """Answer requests whose path contains `path` with `status`; if `answered`, having done what they ask for."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.faults.append(Fault(path, times, status=status, headers=named, answered=answered))
 
-    def drop(self, path: str, times: int = 1_000_000, after_bytes: int = 0) -> None:
-        """Close the connection without an answer, or after `after_bytes` bytes of the body."""
-        self.faults.append(Fault(path, times, after_bytes=after_bytes))
+    def drop(self, path: str, times: int = 1_000_000, after_bytes: int = 0, answered: bool = False) -> None:
+        """Close the connection without an answer, or after `after_bytes` bytes of the body, sent or received."""
+        self.faults.append(Fault(path, times, after_bytes=after_bytes, answered=answered))
+
+    @contextmanager
+    def held(self, path: str, lost: bool = False) -> Iterator[Hold]:
+        """Let the next request whose path contains `path` wait to the end of the block; `lost`: it does nothing."""
+        hold = Hold(path, lost)
+        self.holds.append(hold)
+        try:
+            yield hold
+        finally:
+            hold.release.set()
 
     @contextmanager
     def unreachable(self) -> Iterator[None]:
@@ -156,15 +188,7 @@ def _read(content: Path | Files) -> Files:
     return {p.relative_to(content).as_posix(): p.read_bytes() for p in sorted(content.rglob("*")) if p.is_file()}
 
 
-class _Refusal(Exception):
-    """An error as the Hub sends it: status, X-Error-Code, X-Error-Message."""
-
-    def __init__(self, status: int, code: str, message: str):
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Writes, BaseHTTPRequestHandler):
     hub: HubServer
     protocol_version = "HTTP/1.1"
 
@@ -177,6 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self._answer()
+
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing on stderr: tests read it."""
 
@@ -185,21 +212,43 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         self.close_connection = True  # a kept connection would outlive `unreachable`
         self.body_limit: int | None = None
+        self.lost_answer: Fault | None = None
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
+        if self._is_lost(path):
+            return
         fault = self._fault(path)
-        if fault is not None and fault.status is not None:
-            self._send(fault.status, b"", {"X-Error-Message": "Asked for by the test"})
+        self.lost_answer = fault if fault is not None and fault.answered else None
+        if fault is not None and not fault.answered and self._do_instead(fault):
             return
-        if fault is not None and not fault.after_bytes:
-            return
-        if fault is not None:
-            self.body_limit = fault.after_bytes
         try:
-            self._route(urlsplit(self.path).path)
-        except _Refusal as refusal:
+            if not self.route_write(urlsplit(self.path).path):
+                self._route(urlsplit(self.path).path)
+        except Refusal as refusal:
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
-            self._send(refusal.status, json.dumps({"error": refusal.message}).encode(), headers)
+            self._send(refusal.status, json.dumps(refusal.body).encode(), headers)
+
+    def _is_lost(self, path: str) -> bool:
+        """Wait where the test says so; whether the request is then to be forgotten."""
+        hold = next((hold for hold in self.hub.holds if hold.path in path), None)
+        if hold is None:
+            return False
+        self.hub.holds.remove(hold)
+        hold.reached.set()
+        hold.release.wait(120)
+        return hold.lost
+
+    def _do_instead(self, fault: Fault) -> bool:
+        """Whether that is all the answer there is."""
+        if fault.status is not None:
+            self.read_body()
+            self._send(fault.status, b"", {"X-Error-Message": "Asked for by the test", **fault.headers})
+        elif fault.after_bytes and self.command not in ("PUT", "POST"):
+            self.body_limit = fault.after_bytes
+            return False
+        else:
+            self.rfile.read(min(fault.after_bytes, int(self.headers.get("Content-Length", 0))))
+        return True
 
     def _fault(self, path: str) -> Fault | None:
         for fault in self.hub.faults:
@@ -216,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             if verb == "refs":
                 self._send_json(_refs(repo))
                 return
-            commit = self._commit(repo, unquote(revision))
+            commit = self._commit_of(repo, unquote(revision))
             if verb == "tree":
                 recursive = parse_qs(urlsplit(self.path).query).get("recursive", [""])[0].lower() in ("true", "1")
                 self._send_json(_tree(repo.commits[commit], unquote(inner), recursive))
@@ -227,16 +276,16 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := _FILE.fullmatch(path):
             dataset, repo_id, revision, file = match.groups()
             repo = self._repo("datasets" if dataset else "models", unquote(repo_id))
-            self._send_file(repo, self._commit(repo, unquote(revision)), unquote(file))
+            self._send_file(repo, self._commit_of(repo, unquote(revision)), unquote(file))
         else:
-            raise _Refusal(404, "", f"No such page: {path}")
+            raise Refusal(404, "", f"No such page: {path}")
 
     # Access, as the Hub grants it.
 
     def _token(self) -> str | None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
         if token is not None and token not in self.hub.tokens:
-            raise _Refusal(401, "", "Invalid credentials in Authorization header")
+            raise Refusal(401, "", "Invalid credentials in Authorization header")
         return token
 
     def _repo(self, kind: str, repo_id: str) -> Repo:
@@ -246,14 +295,14 @@ class _Handler(BaseHTTPRequestHandler):
             # Without a token the Hub does not say whether the repository exists. The client takes a 401 without an
             # error code for that from https addresses only; the code gives it the same exception here.
             if token is None:
-                raise _Refusal(401, "RepoNotFound", "Invalid username or password.")
-            raise _Refusal(404, "RepoNotFound", "Repository not found")
+                raise Refusal(401, "RepoNotFound", "Invalid username or password.")
+            raise Refusal(404, "RepoNotFound", "Repository not found")
         return repo
 
-    def _commit(self, repo: Repo, revision: str) -> str:
+    def _commit_of(self, repo: Repo, revision: str) -> str:
         commit = repo.resolve(revision)
         if commit is None:
-            raise _Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return commit
 
     # Answers.
@@ -262,13 +311,13 @@ class _Handler(BaseHTTPRequestHandler):
         token = self._token()
         if repo.gated and repo.id not in self.hub.tokens.get(token or "", ()):
             message = f"Access to model {repo.id} is restricted."
-            raise _Refusal(401 if token is None else 403, "GatedRepo", message)
+            raise Refusal(401 if token is None else 403, "GatedRepo", message)
         content = repo.commits[commit].get(path)
         headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if content is None:
             self._send(404, b"", {**headers, "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
             return
-        headers["ETag"] = f'"{_blob_id(content)}"'
+        headers["ETag"] = f'"{content.sha256 if isinstance(content, Large) else _blob_id(content)}"'
         start, stop = _byte_range(self.headers.get("Range"), len(content))
         if start > 0 and start >= len(content):
             self._send(416, b"", {**headers, "Content-Range": f"bytes */{len(content)}"})
@@ -289,6 +338,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        if (fault := self.lost_answer) is not None:
+            self.lost_answer = None
+            if fault.status is None:
+                return
+            status, body, headers = fault.status, b"", fault.headers
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body)), "Connection": "close"}.items():
             self.send_header(name, value)
@@ -333,7 +387,9 @@ def _info(repo: Repo, commit: str) -> dict[str, Any]:
 
 def _refs(repo: Repo) -> dict[str, Any]:
     branches = [
-        {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit} for name, commit in repo.branches.items()
+        {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
+        for name, commit in repo.branches.items()
+        if not name.startswith("refs/")
     ]
     return {"branches": branches, "converts": [], "tags": [], "pullRequests": []}
 
@@ -342,7 +398,7 @@ def _tree(files: Files, folder: str, recursive: bool) -> list[dict[str, Any]]:
     prefix = f"{folder}/" if folder else ""
     inside = [path for path in files if path.startswith(prefix)]
     if folder and not inside:
-        raise _Refusal(404, "EntryNotFound", f"{folder} does not exist")
+        raise Refusal(404, "EntryNotFound", f"{folder} does not exist")
     folders = {
         prefix + "/".join(parts[:depth])
         for parts in (path[len(prefix) :].split("/") for path in inside)
@@ -359,7 +415,10 @@ def _paths_info(files: Files, paths: list[str]) -> list[dict[str, Any]]:
 
 
 def _file_entry(path: str, content: bytes) -> dict[str, Any]:
-    return {"type": "file", "oid": _blob_id(content), "size": len(content), "path": path}
+    entry = {"type": "file", "oid": _blob_id(content), "size": len(content), "path": path}
+    if isinstance(content, Large):
+        entry["lfs"] = {"oid": content.sha256, "size": len(content), "pointerSize": 130}
+    return entry
 
 
 def _folder_entry(path: str) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from dex import cli
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {command.name or command.callback.__name__: command.callback for command in cli.app.registered_commands}
-# The command's name, where the function's is another: `dex.heads` is a module, `dex eval` is Python's own word.
-FUNCTIONS = {"heads": "write_plan", "eval": "evaluate"}
+COMMANDS |= {f"export {command.name}": command.callback for command in cli.export_app.registered_commands}
+# Where the function has another name: `dex.heads` is a module, `eval` is Python's own, and a card is no verb.
+FUNCTIONS = {"heads": "write_plan", "eval": "evaluate", "card": "write_card", "export gguf": "export_gguf"}
 # An option of the command line, where the function takes it in another form, or leaves it to Python.
 CARRIED = {
     "heads": {"criterion", "per_layer", "data", "sequences", "length", "held_out", "seed"},  # Choice
@@ -29,6 +30,7 @@ CARRIED = {
     "train": {"overrides", "dry_run"},
     "plan": {"subject", "overrides", "revision"},  # plan_model
     "eval": {"settings", "recipe"},  # dex.suite
+    "dial": {"scale"},  # scales
     "analyze": {
         "data",
         "sequences",

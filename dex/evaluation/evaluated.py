@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,21 @@ def load_evaluated(name: str, label: str, dtype: str, batch_size: int, revision:
     return Evaluated(label, model.to(device()).eval(), base.tokenizer, identity, batch_size)
 
 
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
 def adapter_hash(folder: Path) -> str:
     """The identity of an adapter's folder: its configuration and its weights."""
-    digest = hashlib.sha256()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+    found = {}
+    for name in _ADAPTER:
         with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return adapter_hash_of(found)
+
+
+def adapter_hash_of(files: Mapping[str, str]) -> str:
+    """The same, from the SHA-256 of the files."""
+    return hashlib.sha256(b"".join(bytes.fromhex(files[name]) for name in _ADAPTER)).hexdigest()[:16]
 
 
 def names_of(models: str | Path | Sequence[str | Path]) -> list[str]:

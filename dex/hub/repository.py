@@ -1,0 +1,121 @@
+"""What is in a repository now, and whether it may be pushed to."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub import HfApi, RepoCard, hf_hub_download
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
+
+from dex.cards.facts import FACTS
+from dex.cards.front_matter import README
+from dex.errors import DexError
+from dex.hub.folder import is_model_file
+from dex.hub.words import refusals_explained
+from dex.lock import LOCK
+
+MAIN = "main"
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """The state of the branch that is pushed to: its head and its files.
+
+    head is None where the repository does not exist. A branch that does not exist yet has main's state.
+    """
+
+    id: str
+    branch: str = MAIN
+    branch_exists: bool = True
+    head: str | None = None
+    private: bool | None = None
+    files: dict[str, RepoFile] = field(default_factory=dict)
+
+
+def read_repository(api: HfApi, repo_id: str, revision: str | None) -> Repository:
+    """What is there now. Raises DexError for a revision that cannot be pushed to."""
+    branch = revision or MAIN
+    with refusals_explained(repo_id, "looking at what is there"):
+        try:
+            info = api.model_info(repo_id)
+        except RepositoryNotFoundError:
+            _refuse_no_branch(branch)
+            return Repository(repo_id, branch, branch_exists=branch == MAIN)
+        head = info.sha if branch == MAIN else _head_of(api, repo_id, branch)
+        state = head or info.sha
+        assert state is not None
+        return Repository(repo_id, branch, head is not None, state, info.private, files_at(api, repo_id, state))
+
+
+def files_at(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoFile]:
+    tree = api.list_repo_tree(repo_id, revision=revision, recursive=True)
+    return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+
+
+def refuse_repository(api: HfApi, repository: Repository, private: bool, create_pr: bool, force: bool) -> None:
+    """Raise DexError for a repository that may not be pushed to as asked."""
+    name = repository.id
+    if repository.head is None:
+        if create_pr:
+            raise DexError(
+                f"{name} is not on the Hub, so there is nothing to propose a change of; leave --create-pr out."
+            )
+        return
+    if private and repository.private is False:
+        raise DexError(
+            f"{name} exists and is public, and --private is for a new one; make it private on its page, or choose "
+            "another name."
+        )
+    if create_pr and not repository.branch_exists:
+        raise DexError(f"{name} has no branch {repository.branch}, which a pull request could be against.")
+    if not create_pr:
+        with refusals_explained(name, "asking whether it may be written to"):
+            api.auth_check(name, write=True)
+    if not force and any(map(is_model_file, repository.files)) and not _is_pushed_by_dex(repository):
+        raise DexError(
+            f"{name} holds another model, which dex did not push (its card has no tag dex); choose another name, or "
+            "pass --force to replace it."
+        )
+
+
+def _refuse_no_branch(branch: str) -> None:
+    if branch.startswith("refs/") or _COMMIT.fullmatch(branch):
+        raise DexError(f"--revision {branch} is no name of a branch, and a push needs one; give a branch.")
+
+
+def _head_of(api: HfApi, repo_id: str, branch: str) -> str | None:
+    """The commit of a branch, or of a pull request's; None for a branch that there is not."""
+    if branch.startswith("refs/pr/"):
+        try:
+            return api.model_info(repo_id, revision=branch).sha
+        except RevisionNotFoundError:
+            raise DexError(f"{repo_id} has no pull request {branch}; leave --revision out.") from None
+    refs = api.list_repo_refs(repo_id)
+    if branch in [tag.name for tag in refs.tags]:
+        raise DexError(f"--revision {branch} is a tag of {repo_id}, and a push needs a branch; give one.")
+    found = {each.name: each.target_commit for each in refs.branches}
+    if branch not in found:
+        _refuse_no_branch(branch)
+    return found.get(branch)
+
+
+def _is_pushed_by_dex(repository: Repository) -> bool:
+    if LOCK in repository.files or FACTS in repository.files:
+        return True
+    if README not in repository.files:
+        return False
+    with (
+        refusals_explained(repository.id, "reading its card"),
+        tempfile.TemporaryDirectory(prefix="dex-card-") as folder,
+    ):
+        path = hf_hub_download(repository.id, README, revision=repository.head, cache_dir=folder)
+        try:
+            card = RepoCard(Path(path).read_text(encoding="utf-8"), ignore_metadata_errors=True)
+        except (ValueError, UnicodeDecodeError):
+            return False
+    return "dex" in (card.data.get("tags") or [])
