@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dex.verbs.evaluate import evaluate as evaluate
     from dex.verbs.export_gguf import export_gguf as export_gguf
     from dex.verbs.fold import fold as fold
+    from dex.verbs.fold import fold_at_scales as fold_at_scales
     from dex.verbs.init import init as init
     from dex.verbs.lay_out import Target as Target
     from dex.verbs.lay_out import lay_out as lay_out
@@ -80,7 +81,7 @@ _HOMES = {
     "dex.verbs.plan": ("plan", "plan_model"),
     "dex.verbs.dry_run": ("dry_run",),
     "dex.verbs.train": ("train",),
-    "dex.verbs.fold": ("fold",),
+    "dex.verbs.fold": ("fold", "fold_at_scales"),
     "dex.verbs.dial": ("dial",),
     "dex.verbs.evaluate": ("evaluate",),
     "dex.verbs.compare": ("compare",),

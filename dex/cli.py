@@ -531,7 +531,9 @@ def card(
             help="What dex eval -o wrote of this model, its base and its controls (repeatable).", metavar="RESULTS"
         ),
     ] = None,
-    license: Annotated[str | None, typer.Option(help="The licence, as the Hub names it: apache-2.0, other, …")] = None,
+    license: Annotated[
+        str | None, typer.Option(help="The licence, as the Hub names it: apache-2.0, other, …")
+    ] = None,
     license_name: Annotated[str | None, typer.Option(help="The name of a licence `other`.")] = None,
     license_link: Annotated[str | None, typer.Option(help="Its text: a URL, or a file of FOLDER.")] = None,
     base_model: Annotated[str | None, typer.Option(help="The Hub id of a base that was a local one.")] = None,

@@ -59,7 +59,7 @@ class SettingsFile(Generic[Settings]):
 
     def parse(self, text: str, name: str, overrides: Sequence[str] = ()) -> Settings:
         """`load` for a text at hand; `name` stands for the file in error sentences."""
-        return self._made(_Document(self, name, *self._read_yaml(text, name)), overrides)
+        return self._made(_Document(self, name, *self.read_yaml(text, name)), overrides)
 
     def from_values(self, values: dict[str, Any], name: str) -> Settings:
         """Settings that other settings were put together from."""
@@ -84,8 +84,8 @@ class SettingsFile(Generic[Settings]):
         except ValidationError as error:
             raise DexError(document.explain(error)) from None
 
-    def _read_yaml(self, text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-        """The values, and the place of each key ("line 7")."""
+    def read_yaml(self, text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+        """The values, and the place of each key ("line 7"), before anything is checked but that it is YAML."""
         from ruamel.yaml import YAML
         from ruamel.yaml.error import MarkedYAMLError, YAMLError
 

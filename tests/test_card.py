@@ -80,11 +80,12 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = recipe(folder, "dex", **short)
         put(folder / "llama", LLAMA_FILES)
         train(run)
-        train(recipe(folder, "lora", method="{name: lora, rank: 2}", **short))
+        one = {"run.tokens": 128, "run.save_every": 128}
+        train(recipe(folder, "lora", method="{name: lora, rank: 2}", **one))
         fold(str(folder / "dex" / "adapter"), folder / "folded")
         lay_out(str(folder / "llama"), folder / "v2", Target("diff-v2"), length=32, sequences=2)
         init("diff-v1", str(folder / "llama"), folder / "fresh")
-        train(recipe(folder, "scratch", **{"model.id": folder / "fresh", "method": "{name: full}"}, **short))
+        train(recipe(folder, "scratch", **{"model.id": folder / "fresh", "method": "{name: full}"}, **one))
     return folder
 
 

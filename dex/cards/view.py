@@ -76,7 +76,7 @@ def _rows(folder: Folder) -> Rows:
     rows += _ROWS_OF_KIND[folder.kind](folder)
     if lock is not None:
         loss, perplexity = (_bounds(lock.result.held_out_loss), _bounds(lock.result.held_out_perplexity))
-        of = " of the adapter" if folder.kind == "folded" else ""
+        of = " of the adapter as trained" if folder.kind == "folded" else ""
         rows += [(f"held-out loss{of}, nats per token", interval(loss))]
         rows += [(f"held-out perplexity{of}", interval(perplexity, 2))]
     return rows

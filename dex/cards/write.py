@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from huggingface_hub import ModelCardData, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dex import __version__
@@ -133,7 +132,7 @@ def _told_to(made_from: str | None) -> Told | None:
         try:
             with hub_errors_explained(made_from, None):
                 folder = Path(hf_hub_download(made_from, FACTS)).parent
-        except (EntryNotFoundError, LocalEntryNotFoundError, DexError):
+        except DexError:  # it has none, or none that can be had
             return None
     facts = read_facts(folder)
     return facts.told if facts else None

@@ -70,8 +70,9 @@ def _told(
     if license is None and (name is not None or link is not None):
         raise DexError("A licence's name or link has no effect without the licence; add --license other.")
     if license is not None and license not in KNOWN:
+        near = nearest(license)
         raise DexError(
-            f"{license!r} is no licence that the Hub knows{nearest(license)}; give one, or `other` with name, link."
+            f"{license!r} is no licence that the Hub knows{near}; give one, or `other` with a name and a link."
         )
     if license == "other" and (name is None or link is None):
         raise DexError("A licence `other` needs a name and a link (a URL, or a file of the folder); give both.")
