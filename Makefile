@@ -22,6 +22,7 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/.demo
 	$(BIN)/python scripts/bench.py

@@ -25,11 +25,12 @@ from dex.evaluation.held_out import TASK
 from dex.evaluation.paired import Interval, perplexity
 from dex.evaluation.records import Result, difference, read_result
 from dex.evaluation.tables import interval
-from dex.models import load_model, save_model
+from dex.models import EMBEDDED, load_model, save_model
 from dex.output import whole_folder, write_json, write_whole
 from dex.recipe import Recipe, load_recipe
 from dex.suites import suite_of
 from dex.tuner.callback import INERT_BELOW
+from dex.verbs.card import write_card
 from dex.verbs.evaluate import evaluate
 from dex.verbs.fold import fold
 from dex.verbs.train import train
@@ -61,6 +62,7 @@ def main(runs: Path, full: bool, overrides: Sequence[str]) -> None:
     certificate = fold_once(runs / "dex" / "adapter", runs / "folded")
     folders = {"base": base, **{name: runs / name / "adapter" for name in recipes}, "folded": runs / "folded"}
     results = evaluate_once(folders, recipes["dex"], runs / "eval")
+    write_card_once(runs / "folded", [runs / "eval", *(runs / name for name in recipes)])
     samples = sample_once({"base": base, "folded": runs / "folded"}, runs / "samples.json")
     text = report(results, trained, certificate, samples)
     write_whole(runs / ("report-full.md" if full else "report.md"), text)
@@ -97,6 +99,15 @@ def evaluate_once(folders: dict[str, Path], recipe: Recipe, output: Path) -> dic
     evaluated = evaluate([str(folder) for folder in others.values()], output, suite, force=again)
     found = dict(zip(others, evaluated, strict=True))
     return {name: found.get(name) or read_result(folder.parent / "held_out") for name, folder in folders.items()}
+
+
+def write_card_once(folded: Path, results: Sequence[Path]) -> None:
+    """What the folder of the base does not say of itself is known of its GGUF file."""
+    written = [place / "held_out" / "result.json" for place in results[1:]] + [folded / "certificate.json"]
+    if not is_newer(folded / "evaluation.json", written):
+        known = EMBEDDED[MODEL]
+        told = {"base_model": known.hub_id, "license": known.licence, "language": known.language}
+        write_card(folded, results=results, **told, force=True)
 
 
 def sample_once(folders: dict[str, Path], output: Path) -> dict[str, str]:

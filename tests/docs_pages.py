@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -12,7 +13,7 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("dex", "make", "python", "pip", "torchrun", "accelerate", "hf", "export")
+PROGRAMS = ("dex", "make", "python", "pip", "torchrun", "accelerate", "hf", "vllm", "llama-cli")
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ def blocks(page: Path) -> list[Block]:
     """The code blocks, fenced and indented, in their order; also those inside lists."""
     tokens = _parse(page)
     made = [token for token in tokens if token.type in ("fence", "code_block")]
-    return [
-        Block(page, _line(token) + (token.type == "fence"), token.info.strip(), token.content) for token in made
-    ]
+    return [Block(page, _line(token) + (token.type == "fence"), token.info.strip(), token.content) for token in made]
 
 
 def commands(block: Block) -> list[str]:
@@ -90,7 +89,7 @@ def anchors(page: Path) -> set[str]:
     """The anchors of its headings, by GitHub's rule."""
     found: list[str] = []
     tokens = _parse(page)
-    for opening, inline in zip(tokens, tokens[1:], strict=False):
+    for opening, inline in pairwise(tokens):
         if opening.type == "heading_open":
             children = inline.children or []
             text = "".join(child.content for child in children if child.type in ("text", "code_inline"))

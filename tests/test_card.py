@@ -159,7 +159,7 @@ def test_figures_of_a_card_are_those_of_the_files(originals: Path) -> None:
     text, folded = card(originals / "dex" / "adapter"), card(originals / "folded")
     loss = Interval(**result["held_out_loss"])
     assert f"| held-out loss, nats per token | {interval(loss)} |" in text
-    assert f"| held-out loss of the adapter, nats per token | {interval(loss)} |" in folded
+    assert f"| held-out loss of the adapter as trained, nats per token | {interval(loss)} |" in folded
     assert f"| trained parameters | {result['trained_parameters']:,} |" in text
     assert f"{result['branch']['mean_ratio']:.1e} on average" in text
     assert f"{certificate['branch']['mean_ratio']:.1e} on average" in folded

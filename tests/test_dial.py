@@ -407,6 +407,12 @@ def test_a_lower_loss_that_documents_cannot_show_is_no_reason_to_leave_1() -> No
     assert "looks better on it than it is" in made.describe()
 
 
+def test_a_difference_that_is_shown_and_tiny_is_shown_to_be_tiny() -> None:
+    words = planted(half=-5e-5, one=0.0).describe()
+    assert "-0.000050 [-0.000050, -0.000050]" in words
+    assert "a perplexity 0.005 % lower" in words
+
+
 def test_where_1_is_best_nothing_is_chosen_and_nothing_warned_of() -> None:
     words = planted(half=0.02, one=0.0).describe()
     assert "the lowest loss is at S = 1, as trained" in words

@@ -121,11 +121,16 @@ class Dial:
             if each is None:
                 tested = ["", "", "", f"{point.branch_ratio:.1e}", "as trained"]
             else:
-                difference = interval(each.difference, sign=True)
+                difference = interval(each.difference, self._digits(), sign=True)
                 tested = [difference, p_value(each.p), p_value(each.p_adjusted), f"{point.branch_ratio:.1e}"]
                 tested.append(each.verdict)
             rows.append([*figures, *tested])
         return header, rows, 0
+
+    def _digits(self) -> int:
+        """Of the differences: those of a nearly inert branch are some 1e-5 nats, and can still be told from 0."""
+        sizes = [abs(point.against_one.difference.mean) for point in self.points if point.against_one]
+        return 4 if max(sizes) >= 1e-3 else 6
 
     def _words(self) -> list[str]:
         words = [f"{self.held_out['targets']:,} targets in {self.held_out['documents']} documents, of {self.recipe}"]
@@ -140,8 +145,11 @@ class Dial:
         best, each = self.best, self.best.against_one
         if each is None:
             return "the lowest loss is at S = 1, as trained"
-        difference = interval(each.difference, sign=True)
-        lowest = f"the lowest loss is at S = {scale_name(best.scale)}, {difference} from S = 1"
+        difference = interval(each.difference, self._digits(), sign=True)
+        lower = f"{-100 * math.expm1(each.difference.mean):.2g} %"
+        lowest = (
+            f"the lowest loss is at S = {scale_name(best.scale)}, {difference} from S = 1, a perplexity {lower} lower"
+        )
         if each.p_adjusted is None:
             return f"{lowest}; one document cannot show whether that is more than chance"
         where = f"(Holm's p {p_value(each.p_adjusted)} over {len(self.points) - 1} scales)"
