@@ -28,6 +28,7 @@ import typer
 from docs_pages import PAGES, ROOT, Block, blocks, code_words, commands
 from hub_server import HubServer
 from judge_server import JudgeServer
+from matplotlib.figure import Figure
 from ruamel.yaml import YAML
 
 from dex import cli
@@ -59,11 +60,10 @@ SMALLER = {
     r"^dex study ": "shared.data.block=64 shared.data.held_out_per_document=64 shared.data.held_out=0.3 "
     "shared.run.tokens=128 shared.run.batch_tokens=64 shared.run.micro_batch=1 'seeds=[0, 1]' 'sweep.lr=[1.0e-3]' "
     "sweep.extend=0",
-    r"^dex study (?!.*(--only|--report|small|scratch))": "--only lora",
+    r"^dex study (?!.*(STUDY.yaml --|confirm))": "--only base",
     r"^dex study .*small": "shared.model.id=smollm2-135m-instruct",
-    r"^dex study .*small.yaml": "--only base",
     r"^dex study .*small-confirm.yaml": "--only paper",
-    r"^dex study .*scratch.yaml": "--only base shared.fresh.like=smollm2-135m-instruct fit=null "
+    r"^dex study .*scratch.yaml": "shared.fresh.like=smollm2-135m-instruct fit=null "
     "'points={w64: {fresh: {config: {hidden_size: 64, intermediate_size: 192, head_dim: 16}}}}'",
     r"^dex heads ": "--sequences 2 --length 64",
     r"^dex convert ": "--sequences 2 --length 64",
@@ -213,6 +213,8 @@ def workplace(
     monkeypatch.setattr(verb_of_studies, "in_own_process", lambda work, *arguments: work(*arguments))
     index = harness_tasks._index
     monkeypatch.setattr(harness_tasks, "_index", lambda asked: index(asked or ("arc", "lambada")))
+    # Figures are made, and not drawn: that takes as long as the runs that they are of.
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: Path(file).write_bytes(b""))
     judge = JudgeServer()
     yield lambda command: run(command.replace("JUDGE", judge.url))
     judge.close()

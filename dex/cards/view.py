@@ -67,7 +67,7 @@ def view_of(folder: Folder) -> dict[str, Any]:
 def _rows(folder: Folder) -> Rows:
     base, lock = folder.facts.base, folder.lock
     at = f" at commit `{base.commit}`" if base.commit else ""
-    rows: Rows = [] if base.scratch else [("base", f"`{base.name}`{at}")]
+    rows: Rows = [] if base.scratch else [("base", f"`{folder.facts.base_model or base.name}`{at}")]
     if lock is not None:
         result, run = lock.result, lock.recipe["run"]
         rows += [("method", result.method), ("tokens, optimiser steps", f"{result.tokens:,}, {result.steps:,}")]

@@ -48,7 +48,7 @@ def write_card(
         license, license_name, license_link, base_model, [language] if isinstance(language, str) else language
     )
     places = [Path(results)] if isinstance(results, str | Path) else [Path(place) for place in results]
-    evaluation: Evaluation | None = evaluation_of(path, places) if places else None
+    evaluation: Evaluation | None = evaluation_of(path, places, base_model) if places else None
     source = None if read_facts(path) else _with_its_card(named_source(path, kind, read_lock(path)))
     if evaluation is not None:
         evaluation.write(path)

@@ -22,8 +22,10 @@ Role = Literal["base", "its adapter", "other"]
 _OF_DATA = ("block", "held_out", "held_out_tokens", "held_out_per_document")
 
 
-def evaluation_of(folder: Path, results: Sequence[Path]) -> Evaluation:
+def evaluation_of(folder: Path, results: Sequence[Path], base_model: str | None = None) -> Evaluation:
     """The scores of the model in a folder, and its paired differences from the base and from each of the others.
+
+    base_model: what the base is called, if the folder does not say it itself.
 
     Raises DexError where the results do not have this model, or are not of the same items.
     """
@@ -41,7 +43,9 @@ def evaluation_of(folder: Path, results: Sequence[Path]) -> Evaluation:
     bases = bases_among(others, own, lock) or []
     base = bases[0] if len(bases) == 1 else None
     ordered = [*([base] if base else []), *(model for model in others if model is not base)]
-    names, folded_from = _names(ordered, base, folder), _adapter_in(lock)
+    facts = read_facts(folder)
+    name_of_base = base_model or ((facts.base_model or facts.base.name) if facts else None)
+    names, folded_from = _names(ordered, base, name_of_base), _adapter_in(lock)
     compared = []
     for other, name in zip(ordered, names, strict=True):
         role: Role = "base" if other is base else "other"
@@ -52,11 +56,9 @@ def evaluation_of(folder: Path, results: Sequence[Path]) -> Evaluation:
     return Evaluation(model=_identity(own), suites=suites, compared=[each for each in compared if each.rows])
 
 
-def _names(models: Sequence[Model], base: Model | None, folder: Path) -> list[str]:
+def _names(models: Sequence[Model], base: Model | None, name_of_base: str | None) -> list[str]:
     """Short names without the folders that the results lie in, unless two models would share one."""
-    facts = read_facts(folder)
-    base_name = (facts.base_model or facts.base.name) if facts else None
-    short = [base_name if model is base and base_name else Path(model.label).name for model in models]
+    short = [name_of_base if model is base and name_of_base else Path(model.label).name for model in models]
     longer = ["/".join(Path(model.label).parts[-2:]) for model in models]
     return [a if short.count(a) == 1 else b for a, b in zip(short, longer, strict=True)]
 
