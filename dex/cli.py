@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
-import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +18,7 @@ import typer
 
 from dex.errors import DexError
 from dex.processes import SharedError, is_first
+from dex.quiet import quiet_libraries, show_transfers
 
 app = typer.Typer(
     name="dex",
@@ -577,7 +575,12 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, say what would be uploaded, upload nothing.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that dex did not push.")] = False,
+    with_paths: Annotated[
+        bool, typer.Option("--with-paths", help="Publish records that name absolute paths of this machine.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model that dex did not push, or one of another kind.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Publish FOLDER as REPO, in one commit; the same command goes on where it was stopped."""
@@ -587,7 +590,7 @@ def push(
     if commit_message is not None and not commit_message.strip():
         raise typer.BadParameter("is empty; say what the commit is", param_hint="--commit-message")
     if sys.stderr.isatty():
-        os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)  # a file can take an hour
+        show_transfers()  # a file can take an hour
     from dex.verbs import push as verb
 
     pushed = verb.push(
@@ -601,6 +604,7 @@ def push(
         require_no_regression=require_no_regression,
         margin=margin,
         dry_run=dry_run,
+        with_paths=with_paths,
         force=force,
     )
     show(pushed.to_dict(), verb.describe(pushed), as_json)
@@ -722,16 +726,6 @@ def _fail(sentence: str) -> None:
 def _print_error(message: str) -> None:
     if "--json" in sys.argv:
         print(json.dumps({"error": message}, ensure_ascii=False))
-
-
-def quiet_libraries() -> None:
-    """What dex has to say it says itself; the libraries' warnings are for its developers."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
 
 
 if __name__ == "__main__":

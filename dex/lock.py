@@ -20,7 +20,6 @@ known by its hash. The run's own output is there by its name alone.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -32,14 +31,16 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from dex.console import say
 from dex.errors import DexError
+from dex.hashing import sha256
 from dex.models import LICENCE_FILE, hub_errors_explained
 from dex.output import write_json
 from dex.settings import Block
 
 LOCK, SCHEMA = "dex.lock", 1
+CERTIFICATE = "certificate.json"  # what `dex fold` measured, beside the folded weights
 WEIGHTS = ".safetensors"
 # What is written about the files, after them.
-NOT_HASHED = (LOCK, "README.md", "card.json", "evaluation.json", "certificate.json")
+NOT_HASHED = (LOCK, "README.md", "card.json", "evaluation.json", CERTIFICATE)
 
 Files = dict[str, str]  # name → SHA-256 in hex
 Bounds = dict[Literal["mean", "low", "high"], float | None]
@@ -257,14 +258,6 @@ def changed_weights(folder: Path, files: Files) -> list[str]:
     """The weight files in a folder that are not those of a lock; files that are not there do not count."""
     named = [name for name in files if name.endswith(WEIGHTS) and (folder / name).is_file()]
     return [name for name in named if sha256(folder / name) != files[name]]
-
-
-def sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DexError(f"{path} could not be read: {error.strerror or error}.") from error
 
 
 def _damaged(path: Path, reason: str) -> DexError:

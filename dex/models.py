@@ -64,8 +64,9 @@ _CONFIG_FILES = ["config.json", "adapter_config.json"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 # The card, and what a licence wants to go with every copy: small, and fetched with the weights.
-LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)([._-].*)?", re.IGNORECASE)
-_CARD_FILES = ["README.md", "LICEN[CS]E*", "Licen[cs]e*", "NOTICE*", "Notice*", "USE_POLICY*"]
+LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)(\.(txt|md))?", re.IGNORECASE)
+_LICENCE_NAMES = ("LICEN[CS]E", "Licen[cs]e", "licen[cs]e", "NOTICE", "Notice", "notice", "USE_POLICY")
+_CARD_FILES = ["README.md", *(f"{name}{suffix}" for name in _LICENCE_NAMES for suffix in ("", ".txt", ".md"))]
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", *_CARD_FILES]
 # Second copies of the weights that some repositories carry beside transformers' own.
 _OTHER_WEIGHTS = ["*/*.safetensors", "consolidated*.safetensors"]

@@ -30,8 +30,8 @@ from transformers.utils.logging import disable_progress_bar
 import bench_layouts
 from bench_models import SMOLLM2, half_of_the_heads, llama
 from bench_timing import Step, alternate, figure, ratio, resident
-from dex.cli import quiet_libraries
 from dex.loss import causal_lm_loss, chunked_cross_entropy
+from dex.quiet import quiet_libraries
 from dex.stats import attention_entropy, entropy
 
 VOCAB, WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = SMOLLM2

@@ -33,9 +33,9 @@ from dex.analysis import attention, maps, redundancy
 from dex.analysis.room import Work, working_bytes
 from dex.analysis.sections import SECTIONS
 from dex.analysis.subject import Settings, Subject
-from dex.cli import quiet_libraries
 from dex.evaluation.evaluated import Evaluated
 from dex.models import load_config
+from dex.quiet import quiet_libraries
 from dex.verbs.plan import plan_model
 
 SMALL = Shape(4_096, 64, 192, 2, 2, 1, 32)

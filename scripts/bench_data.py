@@ -48,7 +48,7 @@ def write_text(path: Path, megabytes: int) -> None:
 
 def prepare_in_this_process(text: Path) -> dict[str, Any]:
     """Tokens packed, seconds and peak memory (MB) of one preparation."""
-    from dex.cli import quiet_libraries
+    from dex.quiet import quiet_libraries
 
     quiet_libraries()
     from dex.data import Source, prepare

@@ -21,10 +21,10 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
 from bench_timing import alternate, figure, ratio
-from dex.cli import quiet_libraries
 from dex.evaluation.answers import Answers
 from dex.evaluation.evaluated import Evaluated, load_evaluated
 from dex.evaluation.harness_tasks import TaskChoice, load_tasks
+from dex.quiet import quiet_libraries
 from dex.suites.lm import TASKS, Lm
 
 TASK = "hellaswag"

@@ -20,10 +20,10 @@ import torch
 
 from bench_models import SMOLLM2, Shape, llama
 from bench_timing import alternate, figure, memory_by_length, ratio, resident
-from dex.cli import quiet_libraries
 from dex.evaluation.attention_mass import answer_masses
 from dex.evaluation.haystack import Haystack, Needle
 from dex.evaluation.prefix import Prefix
+from dex.quiet import quiet_libraries
 
 QUERIES, NEW_TOKENS, VALUE_TOKENS = 8, 16, 4
 SMALL = Shape(4_096, 64, 192, 2, 2, 1, 32)

@@ -29,12 +29,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench_models import SMOLLM2, llama
 from bench_timing import Step, alternate, figure, ratio, resident
-from dex.cli import quiet_libraries
 from dex.data import Packed
 from dex.heads import make_plan
 from dex.loss import causal_lm_loss
 from dex.methods import METHODS
 from dex.models import LoadedModel, ModelSource, load_tokenizer
+from dex.quiet import quiet_libraries
 from dex.recipe import Recipe, parse_recipe
 from dex.subject import Subject
 from dex.trainer import DexTrainer

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from dex.adapter import read_adapter_config
-from dex.cli import quiet_libraries
 from dex.console import say
 from dex.errors import DexError
 from dex.gguf.check import PROMPTS
 from dex.models import LoadedModel, ModelSource, load_model, load_tokenizer
+from dex.quiet import quiet_libraries
 from dex.verbs.export_gguf import export_gguf
 
 HERE = Path(__file__).parent / "serving"

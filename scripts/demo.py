@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from dex.cli import quiet_libraries
 from dex.console import say
 from dex.errors import DexError
 from dex.evaluation.held_out import TASK
@@ -27,6 +26,7 @@ from dex.evaluation.records import Result, difference, read_result
 from dex.evaluation.tables import interval
 from dex.models import EMBEDDED, load_model, save_model
 from dex.output import whole_folder, write_json, write_whole
+from dex.quiet import quiet_libraries
 from dex.recipe import Recipe, load_recipe
 from dex.suites import suite_of
 from dex.tuner.callback import INERT_BELOW

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from bench_layouts import Models, base_v2_and_dex, v1_and_diffllama
 from bench_models import PAIRABLE, Shape, decode, prefill
 from bench_timing import alternate, ratio
-from dex.cli import quiet_libraries
+from dex.quiet import quiet_libraries
 
 LENGTHS = (128, 256, 512, 1_024, 2_048, 4_096)
 DECODE_STEPS = 20

@@ -16,11 +16,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from dex.cli import quiet_libraries
 from dex.console import say
 from dex.data.embedded import texts
 from dex.errors import DexError
 from dex.output import whole_folder
+from dex.quiet import quiet_libraries
 from dex.recipe import load_recipe
 from dex.verbs.init import init
 from dex.verbs.train import describe, train

@@ -23,16 +23,21 @@ from tiny import write_tiny
 import dex
 from dex.cards import check_card, read_front_matter
 from dex.cards import write_card as render
-from dex.cards.evaluation import read_evaluation
-from dex.cards.facts import Facts, Licence, read_facts
+from dex.cards.base import base_of
+from dex.cards.evaluation import Evaluation, ScoredSuite, ScoredTask, read_evaluation
+from dex.cards.facts import Base, Facts, Licence, read_facts
+from dex.cards.folder import Folder
 from dex.cards.front_matter import parse_front_matter
+from dex.cards.head import head_of
 from dex.cards.kind import kind_of
 from dex.cards.languages import TWO_LETTERS
 from dex.cards.licence import DUTIES, KNOWN, Duties, duties_of, has_notice, write_notice
+from dex.cards.write import told_to
 from dex.errors import DexError
 from dex.evaluation.paired import Interval
 from dex.evaluation.records import read_result
 from dex.evaluation.tables import interval
+from dex.lock import read_lock
 from dex.models import EMBEDDED, ModelSource
 from dex.suites import suite_of
 from dex.verbs.card import write_card
@@ -82,7 +87,9 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(run)
         one = {"run.tokens": 128, "run.save_every": 128}
         train(recipe(folder, "lora", method="{name: lora, rank: 2}", **one))
-        fold(str(folder / "dex" / "adapter"), folder / "folded")
+        told = shutil.copytree(folder / "dex" / "adapter", folder / "told")
+        write_card(told, language=["en", "de"])
+        fold(str(told), folder / "folded")
         lay_out(str(folder / "llama"), folder / "v2", Target("diff-v2"), length=32, sequences=2)
         init("diff-v1", str(folder / "llama"), folder / "fresh")
         train(recipe(folder, "scratch", **{"model.id": folder / "fresh", "method": "{name: full}"}, **one))
@@ -152,6 +159,42 @@ def test_the_body_has_its_sections_and_lines_that_load_it(originals: Path, kind:
     assert ("trust_remote_code=True" in text) == (kind in ("layout", "fresh", "trained"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "tags", "name"),
+    [
+        ("adapter", {}, "dex differential-attention adapter", "x-dex-adapter"),
+        ("adapter", {"schedule": "off"}, "dex adapter", "x-control-adapter"),
+        ("lora", {}, "dex lora adapter", "x-lora-adapter"),
+        ("folded", {}, "dex differential-attention", "x-dex"),
+        ("folded", {"method": "attention"}, "dex", "x-control"),
+        ("folded", {"method": "lora"}, "dex", "x-lora"),
+        ("layout", {}, "dex differential-attention diff-v2", "x-diff-v2"),
+        ("fresh", {}, "dex differential-attention diff-v1", "x-diff-v1-fresh"),
+        ("fresh", {"model_type": "llama"}, "dex", "x-fresh"),
+        ("trained", {}, "dex differential-attention diff-v1", "x-diff-v1-trained"),
+        ("trained", {"model_type": "llama"}, "dex", "x-full-trained"),
+    ],
+)
+def test_tags_and_name_say_what_the_model_is(
+    originals: Path, tmp_path: Path, kind: str, changes: dict[str, Any], tags: str, name: str
+) -> None:
+    path = shutil.copytree(originals / KINDS[kind], tmp_path / "folder")
+    lock = read_lock(path)
+    if "method" in changes:
+        assert lock
+        lock = lock.model_copy(update={"result": lock.result.model_copy(update=changes)})
+    elif changes:
+        [file] = [each for each in path.glob("*config.json") if each.name in ("config.json", "adapter_config.json")]
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    score = ScoredTask(
+        metric="acc", higher_is_better=True, items=1, score={"mean": 1.0, "low": None, "high": None}, data="t"
+    )  # type: ignore[arg-type]
+    suite = ScoredSuite(settings={}, tasks={"t": score}, average=None, environment={})
+    evaluation = Evaluation(model={}, suites={"lm": suite}, compared=[])
+    found = head_of(Folder(path, kind_of(path), Facts(base=Base(name="x")), lock, evaluation)).to_dict()
+    assert (found["tags"], found["model-index"][0]["name"]) == (tags.split(), name)
+
+
 def test_figures_of_a_card_are_those_of_the_files(originals: Path) -> None:
     result = json.loads((originals / "dex" / "result.json").read_text())
     certificate = json.loads((originals / "folded" / "certificate.json").read_text())
@@ -190,9 +233,39 @@ def test_what_is_made_of_a_model_on_the_hub_names_it_at_its_commit(tmp_path: Pat
     check_card(tmp_path / "adapter", "me/Llama-tiny-dex")
     lay_out("org/Llama-tiny", tmp_path / "v2", Target("diff-v2"), length=32, sequences=2)
     assert head(tmp_path / "v2")["base_model_relation"] == "finetune"
+    write_card(tmp_path / "v2", base_model="org/another")
+    assert f"| base | `org/Llama-tiny` at commit `{commit}`, named `org/another` |" in card(tmp_path / "v2")
+    write_card(tmp_path / "v2", base_model="org/Llama-tiny")
+    assert f"| base | `org/Llama-tiny` at commit `{commit}` |" in card(tmp_path / "v2")
+    # The card of an adapter names what PEFT loads.
+    with pytest.raises(DexError, match="cannot be org/another, since PEFT loads org/Llama-tiny"):
+        write_card(tmp_path / "adapter", base_model="org/another")
+    put(tmp_path / "adapter", {"README.md": text.replace("base_model: org/Llama-tiny", "base_model: org/another")})
+    with pytest.raises(DexError, match=r"dex card .*adapter --base-model org/Llama-tiny"):
+        check_card(tmp_path / "adapter", "me/Llama-tiny-dex")
     # What was laid out is its base still: trained further, it names the same model.
     render(shutil.copytree(tmp_path / "v2", tmp_path / "other"), ModelSource(str(tmp_path / "v2")), force=True)
     assert head(tmp_path / "other")["base_model"] == "org/Llama-tiny"
+
+
+def test_what_an_adapter_on_the_hub_was_told_is_none_only_where_nothing_is_there(
+    originals: Path, hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_model("org/bare", {"adapter_config.json": b"{}"})
+    hub.add_model("org/told", {"card.json": b'{"schema": 1, "base": {"name": "x"}, "told": {"base_model": "a/b"}}'})
+    assert told_to("org/bare") is None
+    hub.fail("/resolve/", status=500, times=20)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    with pytest.raises(DexError, match="org/told"):
+        told_to("org/told")
+    hub.faults.clear()
+    told = told_to("org/told")
+    assert told
+    assert told.base_model == "a/b"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert told_to("org/bare") is None  # as the Hub said before
+    with pytest.raises(DexError, match="HF_HUB_OFFLINE is set"):
+        told_to("org/never-seen")
 
 
 def test_a_folder_without_card_json_asks_the_hub_for_what_its_base_says(
@@ -259,7 +332,10 @@ def test_what_a_card_was_told_stays_and_goes_with_what_is_made_of_it(folders: Pa
     assert 'from_pretrained("meta-llama/Llama-3.2-1B")' in card(adapter)
     check_card(adapter, "me/Llama-mine")
     folded = folders / "folded"
-    render(folded, made_from=str(adapter))
+    facts = read_facts(folded)
+    assert facts
+    assert facts.told.language == ["en", "de"]  # as its adapter was
+    render(folded, told=told_to(str(adapter)))
     assert head(folded)["base_model"] == "meta-llama/Llama-3.2-1B"
     assert head(folded)["language"] == ["fr"]
     write_card(folded, license="other", license_name="mine", license_link="LICENSE.txt")
@@ -274,6 +350,7 @@ def test_what_a_card_was_told_stays_and_goes_with_what_is_made_of_it(folders: Pa
     [
         ({"license": "apache"}, r"no licence that the Hub knows \(did you mean apache-2\.0"),
         ({"license": "other"}, "needs a name and a link"),
+        ({"license": "other", "license_name": "mine", "license_link": "/etc/passwd"}, "link /etc/passwd is no URL"),
         ({"license_name": "mine"}, "add --license other"),
         ({"license": "mit", "license_name": "mine"}, "leave out yours"),
         ({"base_model": "/home/me/base"}, "no id of a model on the Hub"),
@@ -443,18 +520,39 @@ def test_a_licence_of_its_own_comes_with_its_name_and_the_file_it_links_to(folde
     own = {"README.md": "---\nlicense: other\nlicense_name: ours\nlicense_link: LICENSE\nlanguage: no\n---\n"}
     base = put(write_tiny(folders / "base"), {**own, "LICENSE": "Do."})
     front = render(folders / "v2", ModelSource(str(base)), force=True)
-    assert (front.license, front.license_name, front.license_link) == (
-        "other",
-        "ours",
-        "LICENSE.txt" * 0 or "LICENSE",
-    )
+    assert (front.license, front.license_name, front.license_link) == ("other", "ours", "LICENSE")
     assert front.language == ["no"]
     assert head(folders / "v2")["language"] == ["no"]  # and not false, which YAML 1.1 makes of it
     write_card(folders / "v2", base_model="org/base")
     check_card(folders / "v2", "me/x")
     (folders / "v2" / "LICENSE").unlink()
-    with pytest.raises(DexError, match="license_link LICENSE, which is not in"):
+    with pytest.raises(DexError, match="license_link LICENSE, which is no URL and no licence file in"):
         check_card(folders / "v2", "me/x")
+
+
+@pytest.mark.parametrize(
+    "link",
+    ["/etc/passwd", "../LICENSE", "file:///etc/passwd", "javascript://x/", "https://", "http://[x", "config.json"],
+)
+def test_a_link_that_leads_nowhere_is_no_licence(originals: Path, tmp_path: Path, link: str) -> None:
+    folder = shutil.copytree(originals / "folded", tmp_path / "folded")
+    (tmp_path / "LICENSE").touch()
+    other = f"license: other\nlicense_name: x\nlicense_link: {link}"
+    put(folder, {"README.md": VALID.replace("license: apache-2.0", other)})
+    with pytest.raises(DexError, match="is no URL and no licence file in"):
+        check_card(folder, "me/mine")
+    (base := tmp_path / "base").mkdir()
+    put(base, {"README.md": f"---\n{other}\n---\n"})
+    assert base_of(ModelSource(str(base))).licence == Licence(id="other", name="x")
+    put(folder, {"README.md": VALID.replace("license: apache-2.0", other.replace(link, "https://example.org/x"))})
+    assert check_card(folder, "me/mine").license_link == "https://example.org/x"
+
+
+def test_a_licence_that_is_unknown_is_none(originals: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(originals / "folded", tmp_path / "folded")
+    put(folder, {"README.md": VALID.replace("apache-2.0", "unknown")})
+    with pytest.raises(DexError, match=r"license unknown, .* dex card"):
+        check_card(folder, "me/mine")
 
 
 # Results
@@ -521,6 +619,8 @@ def test_the_model_index_has_metric_shots_and_harness(folders: Path, results: Pa
     assert ModelCard.load(folder / "README.md").data.to_dict() == head(folder)
     evaluation = read_evaluation(folder)
     assert evaluation
+    losses = [each["dataset"] for each in model["results"] if each["dataset"]["name"] != "arc_easy"]
+    assert losses == [{"name": "data.jsonl, held-out documents", "type": "text"}]  # no id on the Hub
     assert {row.suite for row in evaluation.compared[0].rows} == {"lm", "perplexity"}
     assert "harness lm-eval 0.4.13" in card(folder)
 

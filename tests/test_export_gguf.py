@@ -23,11 +23,14 @@ from tiny_tokenizers import TEMPLATE, TEXT, byte_level, sentencepiece
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from dex.cards.front_matter import glean_front_matter
 from dex.errors import DexError
 from dex.gguf.check import PROMPTS
+from dex.gguf.metadata import write_metadata
 from dex.gguf.sentencepiece import token_scores
-from dex.gguf.tensors import TYPES, encode, interleave_rows, rounded
+from dex.gguf.tensors import encode, interleave_rows, rounded
 from dex.gguf.tokenizer import Vocabulary, read_vocabulary
+from dex.gguf.types import F32, TYPES
 from dex.models import load_model
 from dex.verbs.export_gguf import export_gguf
 
@@ -139,10 +142,10 @@ def test_matrices_are_rounded_and_norms_and_biases_are_not(exported: dict[str, A
     file, result = export(folder, dtype)
     stored, whole = tensors(file), load_file(folder / "model.safetensors")
     for name, tensor in stored.items():
-        assert tensor.tensor_type == (TYPES[dtype] if len(tensor.shape) == 2 else TYPES["f32"]), name
+        assert tensor.tensor_type == (TYPES[dtype].matrices if len(tensor.shape) == 2 else F32), name
     assert np.array_equal(stored["blk.1.attn_k.bias"].data, whole["model.layers.1.self_attn.k_proj.bias"].numpy())
     weight = whole["model.layers.2.mlp.up_proj.weight"].numpy()
-    read = gguf.dequantize(stored["blk.2.ffn_up.weight"].data, TYPES[dtype])
+    read = gguf.dequantize(stored["blk.2.ffn_up.weight"].data, TYPES[dtype].matrices)
     largest = np.abs(weight).reshape(len(weight), -1, 32).max(-1).repeat(32, -1)
     if dtype == "f16":
         assert np.array_equal(read, weight.astype(np.float16).astype(np.float32))
@@ -264,8 +267,28 @@ def test_licence_and_base_come_from_the_card(tmp_path: Path, tokenizer: PreTrain
         "general.base_model.0.name": "Base-1B",
         "general.base_model.0.organization": "org",
     }.items() <= metadata(file).items()
-    (folder / "README.md").write_text("---\nlicense: [\n---\n")
-    assert "README.md" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        (b"license: mit\nlanguage: zh-Hant\nbase_model: 3\nwidget:\n- text: yes\n", {"license": "mit"}),
+        (b"license: null\nlicense_name: [a, b]\nbase_model: [null, a/b]", {"base_model.count": 1}),
+        (b'license: [mit]\nlicense_link: "\\ud800"\n', {"license": "mit"}),
+        (b"license: [\n", {}),
+        (b"license: \xff\n", {}),
+    ],
+)
+def test_an_odd_card_keeps_no_model_from_its_file(tmp_path: Path, card: bytes, said: dict[str, Any]) -> None:
+    (tmp_path / "README.md").write_bytes(b"---\n" + card + b"---\n")
+    file = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    write_metadata(writer, tiny_config("llama"), "f32", "m", glean_front_matter(tmp_path))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = {name: value for name, value in metadata(file).items() if "license" in name or "base_model.count" in name}
+    assert found == {f"general.{name}": value for name, value in said.items()}
 
 
 # Tokenizers
@@ -470,7 +493,7 @@ def test_interleaved_rows_are_pairs_of_a_rotation() -> None:
 
 def test_rounding_is_that_of_the_stored_bytes() -> None:
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    for kind in TYPES.values():
+    for kind, _ in TYPES.values():
         read = gguf.dequantize(encode(weight, kind), kind)
         assert np.array_equal(rounded(weight, kind).numpy(), read)
 

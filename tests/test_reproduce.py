@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from dex import cli
 from dex.errors import DexError
 from dex.evaluation.paired import Interval, paired_difference
-from dex.lock import LOCK, BlockScore, Lock, sha256, write_lock
+from dex.hashing import sha256
+from dex.lock import LOCK, BlockScore, Lock, write_lock
 from dex.models import load_model
 from dex.recipe import parse_recipe
 from dex.verbs import fold as fold_module

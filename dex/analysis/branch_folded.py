@@ -13,7 +13,7 @@ from dex.analysis.left_out import LeftOut
 from dex.analysis.records import Findings
 from dex.analysis.subject import Subject
 from dex.errors import DexError
-from dex.verbs.fold import MADE_HERE as CERTIFICATE
+from dex.lock import CERTIFICATE
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dex.adapter import is_adapter, read_adapter_config
 from dex.analysis.subject import Subject
+from dex.lock import CERTIFICATE
 from dex.tuner import DexConfig
-from dex.verbs.fold import MADE_HERE as CERTIFICATE
 
 _LAYOUTS = {"diff_v1": "a DIFF Transformer V1", "diff_v2": "a DIFF Transformer V2", "diffllama": "a DiffLlama"}
 _FAMILIES = {"llama": "a stock Llama", "qwen2": "a stock Qwen2", "qwen3": "a stock Qwen3"}

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from ruamel.yaml import YAML
-
 from dex.cards.facts import Base, Licence, read_facts
-from dex.cards.front_matter import README
-from dex.cards.kind import kind_of
+from dex.cards.front_matter import glean_front_matter, is_hub_id, line_of
+from dex.cards.kind import kind_of, read_json
 from dex.cards.languages import is_language
-from dex.cards.licence import KNOWN
+from dex.cards.licence import KNOWN, leads_to_licence
 from dex.errors import DexError
 from dex.models import EMBEDDED, ModelSource, card_folder
 
@@ -50,7 +47,7 @@ def _local_base(source: ModelSource) -> Base:
 
 
 def _said_by_its_card(folder: Path | None) -> dict[str, Any]:
-    values = _front_matter(folder / README) if folder is not None else {}
+    values = glean_front_matter(folder) if folder is not None else {}
     languages = values.get("language")
     given = languages if isinstance(languages, list) else [languages]
     language = [code for code in given if isinstance(code, str) and is_language(code)]
@@ -61,25 +58,20 @@ def _licence(values: dict[str, Any], folder: Path | None) -> Licence | None:
     """None for what is not known: no licence, one that the Hub does not know, or `other` without a name."""
     given = values.get("license")
     licence = given[0] if isinstance(given, list) and len(given) == 1 else given
-    name, link = (_line(values.get(key)) for key in ("license_name", "license_link"))
+    name, link = (line_of(values.get(key)) for key in ("license_name", "license_link"))
     if not isinstance(licence, str) or licence not in KNOWN or licence == "unknown":
         return None
     if licence != "other":
         return Licence(id=licence)
     if name is None:
         return None
-    there = link is not None and ("://" in link or (folder is not None and (folder / link).is_file()))
+    there = link is not None and folder is not None and leads_to_licence(link, folder)
     return Licence(id=licence, name=name, link=link if there else None)
 
 
-def _line(value: Any) -> str | None:
-    return value.strip() if isinstance(value, str) and value.strip().isprintable() and value.strip() else None
-
-
-def _front_matter(path: Path) -> dict[str, Any]:
-    try:
-        found = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8-sig"))
-        values = YAML(typ="safe", pure=True).load(found[2]) if found else None
-    except Exception:  # anything can be in a card, and a YAML reader can raise anything
-        return {}
-    return values if isinstance(values, dict) else {}
+def base_on_hub(adapter: Path) -> str | None:
+    """The Hub id that PEFT finds an adapter's base by; None where it is a folder, a file or an embedded model."""
+    named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
+    if not (isinstance(named, str) and is_hub_id(named) and "/" in named):
+        return None
+    return None if Path(named).exists() else named

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dex.cards.base import base_on_hub
 from dex.cards.facts import read_facts
 from dex.cards.front_matter import README, FrontMatter, is_hub_id, read_card, read_front_matter
-from dex.cards.kind import kind_of
-from dex.cards.licence import Duties, duties_of, has_agreement, has_notice
+from dex.cards.kind import ADAPTERS, kind_of
+from dex.cards.licence import Duties, duties_of, has_agreement, has_notice, leads_to_licence
 from dex.errors import DexError
 
 
 def check_card(folder: Path, repo_id: str) -> FrontMatter:
     """The card's head, if the folder can be published under this name.
 
-    Raises DexError, in one sentence, for a card that is missing or invalid, a base or licence that is not known, and
-    duties of the licence that are not met: its words, its copy, its NOTICE, the name of the repository.
+    Raises DexError, in one sentence, for a card that is missing or invalid, a base or licence that is not known, an
+    adapter's base that is another one in its configuration, and duties of the licence that are not met: its words,
+    its copy, its NOTICE, the name of the repository.
     """
     if not is_hub_id(repo_id):
         raise DexError(f"{repo_id!r} is no name of a repository on the Hub; give organisation/name.")
     front = read_front_matter(folder)
-    facts = read_facts(folder)
-    made_from_nothing = kind_of(folder) == "fresh" or (facts is not None and facts.base.scratch)
+    facts, kind = read_facts(folder), kind_of(folder)
+    made_from_nothing = kind == "fresh" or (facts is not None and facts.base.scratch)
     if front.base_model is None and not made_from_nothing:
         raise DexError(
             f"{folder / README} has no base_model, the model on the Hub that this one was made of; say which it is: "
             f"dex card {folder} --base-model organisation/name."
         )
+    if kind in ADAPTERS:
+        for base_model in front.base_model or []:
+            refuse_other_base(folder, base_model)
     _check_licence(folder, front)
     duties = duties_of(front.license, front.license_name)
     if duties is not None:
@@ -34,10 +39,21 @@ def check_card(folder: Path, repo_id: str) -> FrontMatter:
     return front
 
 
-def _check_licence(folder: Path, front: FrontMatter) -> None:
-    if front.license is None:
+def refuse_other_base(adapter: Path, base_model: str) -> None:
+    """Raise DexError where an adapter's card would name another model on the Hub than PEFT loads."""
+    loaded = base_on_hub(adapter)
+    if loaded is not None and base_model != loaded:
         raise DexError(
-            f"{folder / README} has no license, and that of the base is not known; say which it is: "
+            f"The base_model of {adapter} on a card cannot be {base_model}, since PEFT loads {loaded}, which "
+            f"adapter_config.json names; let the card name that too: dex card {adapter} --base-model {loaded}."
+        )
+
+
+def _check_licence(folder: Path, front: FrontMatter) -> None:
+    if front.license in (None, "unknown"):
+        raise DexError(
+            f"{folder / README} has {'no license' if front.license is None else 'license unknown'}, and whoever "
+            "loads the model has to know what he may do with it; say which it is: "
             f"dex card {folder} --license apache-2.0, or --license other --license-name NAME --license-link LINK."
         )
     link = front.license_link
@@ -46,8 +62,11 @@ def _check_licence(folder: Path, front: FrontMatter) -> None:
             f"{folder / README} has license `other` without a license_link; add it: a URL, or a file of the folder, "
             "such as LICENSE."
         )
-    if link is not None and "://" not in link and not (folder / link).is_file():
-        raise DexError(f"{folder / README} has license_link {link}, which is not in {folder}; put it there.")
+    if link is not None and not leads_to_licence(link, folder):
+        raise DexError(
+            f"{folder / README} has license_link {link}, which is no URL and no licence file in {folder}; give a URL "
+            "(https://…), or put the text there as LICENSE and name that."
+        )
 
 
 def _check_duties(folder: Path, duties: Duties, repo_id: str) -> None:

@@ -20,6 +20,7 @@ from dex.output import write_json
 
 EVALUATION, SCHEMA = "evaluation.json", 1
 INDEXED = ("lm", "perplexity")
+NOT_ON_HUB = "text"  # in the place of a data set's id, as `datasets` calls such data
 
 
 class _Frozen(BaseModel):
@@ -45,6 +46,7 @@ class ScoredTask(_Frozen):
     score: Score
     perplexity: Score | None = None
     data: str
+    data_on_hub: bool = False
     data_commit: str | None = None
 
 
@@ -126,7 +128,7 @@ def _entries(task: str, scored: ScoredTask, suite: ScoredSuite) -> Iterator[Eval
         yield EvalResult(
             task_type="text-generation",
             task_name="Text generation",
-            dataset_type=scored.data,
+            dataset_type=scored.data if scored.data_on_hub else NOT_ON_HUB,
             dataset_name=task if not loss else f"{scored.data}, held-out documents",
             dataset_config=None if loss else task,
             dataset_revision=scored.data_commit,

@@ -66,6 +66,11 @@ class Facts(_Frozen):
         return None if self.base.scratch else self.told.base_model or self.base.hub_id
 
     @property
+    def commit(self) -> str | None:
+        """Of base_model: a base that was told another id is on record at a commit of its own, and not of that."""
+        return self.base.commit if self.base_model == self.base.hub_id else None
+
+    @property
     def licence(self) -> Licence | None:
         return self.told.licence or (None if self.base.scratch else self.base.licence)
 

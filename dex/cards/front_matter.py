@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from ruamel.yaml import YAML
 
 from dex.cards.languages import is_language
 from dex.cards.licence import KNOWN, nearest
@@ -185,6 +186,21 @@ def read_front_matter(folder: Path) -> FrontMatter:
     Raises DexError where there is no card, no head, or something in it that the Hub would refuse.
     """
     return parse_front_matter(read_card(folder), str(folder / README))
+
+
+def glean_front_matter(folder: Path) -> dict[str, Any]:
+    """What can be read of the head of somebody else's card: nothing that is wrong with it is an error."""
+    try:
+        found = REGEX_YAML_BLOCK.search(read_card(folder))
+        values = YAML(typ="safe", pure=True).load(found[2]) if found else None
+    except Exception:  # anything can be in a card, and a YAML reader can raise anything
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def line_of(value: Any) -> str | None:
+    """A value of such a head, if it is one line of text."""
+    return value.strip() if isinstance(value, str) and value.strip().isprintable() and value.strip() else None
 
 
 def read_card(folder: Path) -> str:

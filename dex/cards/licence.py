@@ -11,6 +11,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dex.models import LICENCE_FILE
 from dex.output import write_whole
@@ -124,6 +125,19 @@ def copy_licence_files(origin: Path, folder: Path) -> None:
 
 def licence_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if LICENCE_FILE.fullmatch(path.name) and path.is_file()]
+
+
+def leads_to_licence(link: str, folder: Path) -> bool:
+    """Can whoever gets the folder follow it: is it a URL, or the name of a licence file that goes with the folder?"""
+    return _is_url(link) or any(file.name == link for file in licence_files(folder))
+
+
+def _is_url(link: str) -> bool:
+    try:
+        url = urlsplit(link)
+    except ValueError:
+        return False
+    return url.scheme in ("http", "https") and bool(url.hostname) and not any(map(str.isspace, link))
 
 
 def write_notice(folder: Path, duties: Duties) -> None:

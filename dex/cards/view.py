@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from dex.cards.evaluation import Evaluation
 from dex.cards.facts import Facts
-from dex.cards.kind import ADAPTERS, Kind, read_json
+from dex.cards.folder import Folder
+from dex.cards.kind import ADAPTERS, read_json
 from dex.cards.licence import duties_of
 from dex.evaluation.paired import Interval
 from dex.evaluation.tables import interval
-from dex.lock import Lock
 from dex.recipe_yaml import yaml_lines
 
 Rows = list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder, and what was read of it."""
-
-    path: Path
-    kind: Kind
-    facts: Facts
-    lock: Lock | None
-    evaluation: Evaluation | None
 
 
 def view_of(folder: Folder) -> dict[str, Any]:
@@ -41,6 +28,8 @@ def view_of(folder: Folder) -> dict[str, Any]:
     branch = certificate["branch"] if certificate else lock.result.branch if lock else None
     return {
         "kind": folder.kind,
+        "method": folder.method,
+        "control": folder.control,
         "facts": facts,
         "base": facts.base,
         "base_model": facts.base_model,
@@ -65,9 +54,8 @@ def view_of(folder: Folder) -> dict[str, Any]:
 
 
 def _rows(folder: Folder) -> Rows:
-    base, lock = folder.facts.base, folder.lock
-    at = f" at commit `{base.commit}`" if base.commit else ""
-    rows: Rows = [] if base.scratch else [("base", f"`{folder.facts.base_model or base.name}`{at}")]
+    lock = folder.lock
+    rows: Rows = [] if folder.facts.base.scratch else [("base", _base(folder.facts))]
     if lock is not None:
         result, run = lock.result, lock.recipe["run"]
         rows += [("method", result.method), ("tokens, optimiser steps", f"{result.tokens:,}, {result.steps:,}")]
@@ -80,6 +68,14 @@ def _rows(folder: Folder) -> Rows:
         rows += [(f"held-out loss{of}, nats per token", interval(loss))]
         rows += [(f"held-out perplexity{of}", interval(perplexity, 2))]
     return rows
+
+
+def _base(facts: Facts) -> str:
+    """The base and its commit, under the name that the card gives it and the one that the commit is of."""
+    base, name = facts.base, facts.base_model or facts.base.name
+    if facts.commit is not None:
+        return f"`{name}` at commit `{facts.commit}`"
+    return f"`{base.name}` at commit `{base.commit}`, named `{name}`" if base.commit is not None else f"`{name}`"
 
 
 def _bounds(values: dict[Any, float | None]) -> Interval:
@@ -148,33 +144,16 @@ TITLES = {
 
 
 def _of_adapter(folder: Folder) -> dict[str, Any]:
-    config = read_json(folder.path / "adapter_config.json")
-    # A base that was given a Hub id later is not on record as that id's commit.
-    loadable = folder.facts.told.base_model or (None if folder.facts.base.gguf else folder.facts.base.hub_id)
-    commit = folder.facts.base.commit if loadable == folder.facts.base.hub_id else None
-    schedule = config.get("schedule")
     return {
-        "loadable": loadable,
-        "commit": commit,
-        "control": schedule == "off",
-        "steps": _tensors(folder.path)[1] if schedule is not None else None,
+        "loadable": folder.facts.told.base_model or (None if folder.facts.base.gguf else folder.facts.base.hub_id),
+        "commit": folder.facts.commit,
+        "steps": _tensors(folder.path)[1] if folder.kind == "adapter" else None,
     }
 
 
 def _of_layout(folder: Folder) -> dict[str, Any]:
     record = read_json(folder.path / "layout.json")
     return {"record": record, "title": TITLES[record["layout"]], **_of_model(folder)}
-
-
-def _of_folded(folder: Folder) -> dict[str, Any]:
-    """What was folded: Dex, its control, or another adapter. Without a lock, a branch tells Dex."""
-    certificate = read_json(folder.path / "certificate.json")
-    if folder.lock is None:
-        method, control = "dex" if certificate["branch"] else None, False
-    else:
-        method = folder.lock.result.method
-        control = method == "attention" or folder.lock.recipe["method"].get("schedule") == "off"
-    return {"method": method, "control": control, **_of_model(folder)}
 
 
 def _of_model(folder: Folder) -> dict[str, Any]:
@@ -184,7 +163,7 @@ def _of_model(folder: Folder) -> dict[str, Any]:
 _OF_KIND = {
     "adapter": _of_adapter,
     "lora": _of_adapter,
-    "folded": _of_folded,
+    "folded": _of_model,
     "layout": _of_layout,
     "fresh": _of_layout,
     "trained": _of_model,

@@ -6,31 +6,26 @@ import hashlib
 import re
 from pathlib import Path
 
-from huggingface_hub import ModelCardData, hf_hub_download
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dex import __version__
 from dex.cards.base import base_of
-from dex.cards.evaluation import Evaluation, Score, eval_results, read_evaluation
+from dex.cards.evaluation import Score, read_evaluation
 from dex.cards.facts import FACTS, Facts, Told, read_facts
+from dex.cards.folder import Folder
 from dex.cards.front_matter import README, FrontMatter, parse_front_matter, read_card
+from dex.cards.head import ORDER, head_of
 from dex.cards.kind import ADAPTERS, Kind, kind_of, read_json
 from dex.cards.licence import copy_licence_files, duties_of, write_notice
-from dex.cards.view import Folder, view_of
+from dex.cards.view import view_of
 from dex.errors import DexError
 from dex.evaluation.tables import interval
 from dex.lock import Lock, read_lock
 from dex.models import ModelSource, card_folder, hub_errors_explained
 from dex.output import write_whole
 
-TAGS: dict[Kind, list[str]] = {
-    "adapter": ["dex", "differential-attention", "adapter"],
-    "lora": ["lora", "adapter"],
-    "folded": ["dex", "differential-attention"],
-    "layout": ["dex", "differential-attention"],
-    "fresh": ["dex", "differential-attention"],
-    "trained": ["dex"],
-}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Of the text before it: a card whose text has another hash was edited by hand.
 _MARK = re.compile(r"\n<!-- written by dex; sha256 of the text above: ([0-9a-f]{64}) -->\n*$")
@@ -47,7 +42,7 @@ def write_card(
     """Write README.md and card.json of a folder, with the base's licence files; returns the card's head.
 
     source: the model that the folder was made of; without it, the one that the folder names. made_from: the adapter,
-    a folder or a Hub id, whose card was told what this one's should say too. told: what no file says.
+    a folder or a Hub id, whose licence files go with it too. told: what no file says; see `told_to`.
 
     Raises DexError for a folder that dex did not make, and, unless `force`, for a card that was edited by hand.
     """
@@ -56,11 +51,9 @@ def write_card(
         refuse_edited(folder)
     lock = read_lock(folder)
     facts = _facts(folder, kind, lock, source)
-    for update in (_told_to(made_from), told):
-        facts = facts.model_copy(update={"told": facts.told.updated(update)}) if update else facts
-    evaluation = read_evaluation(folder)
-    head = _head(kind, facts, lock, evaluation, folder)
-    text = _render(Folder(folder, kind, facts, lock, evaluation), head)
+    if told is not None:
+        facts = facts.model_copy(update={"told": facts.told.updated(told)})
+    text = _render(Folder(folder, kind, facts, lock, read_evaluation(folder)))
     front = parse_front_matter(text, str(folder / README))
     facts.write(folder)
     _bring_licence(folder, front, [made_from, source])
@@ -123,17 +116,22 @@ def _source(name: object, revision: object) -> ModelSource:
     return ModelSource(str(name), given, given if given is not None and _COMMIT.fullmatch(given) else None)
 
 
-def _told_to(made_from: str | None) -> Told | None:
-    """What the card of an adapter was told, in its folder or in its repository."""
-    if made_from is None:
-        return None
-    folder = Path(made_from)
+def told_to(adapter: str) -> Told | None:
+    """What the card of an adapter was told, in its folder or in its repository; what is made of it says the same.
+
+    Raises DexError where that cannot be read.
+    """
+    folder = Path(adapter)
     if not folder.exists():
-        try:
-            with hub_errors_explained(made_from, None):
-                folder = Path(hf_hub_download(made_from, FACTS)).parent
-        except DexError:  # it has none, or none that can be had
-            return None
+        with hub_errors_explained(adapter, None):
+            try:
+                folder = Path(hf_hub_download(adapter, FACTS)).parent
+            except LocalEntryNotFoundError:  # the Hub was not asked, or not reached
+                if try_to_load_from_cache(adapter, FACTS) is not _CACHED_NO_EXIST:
+                    raise
+                return None
+            except EntryNotFoundError:
+                return None
     facts = read_facts(folder)
     return facts.told if facts else None
 
@@ -151,66 +149,7 @@ def _bring_licence(folder: Path, front: FrontMatter, origins: list[str | ModelSo
 # ---- the text ----------------------------------------------------------------------------------------------
 
 
-def _head(kind: Kind, facts: Facts, lock: Lock | None, evaluation: Evaluation | None, folder: Path) -> ModelCardData:
-    base_model, licence = facts.base_model, facts.licence
-    layout = [read_json(folder / "layout.json")["layout"]] if kind in ("layout", "fresh") else []
-    results = eval_results(evaluation) if evaluation else []
-    relation = "adapter" if kind in ADAPTERS else "finetune"
-    return ModelCardData(
-        base_model=base_model,
-        base_model_relation=relation if base_model else None,
-        library_name="peft" if kind in ADAPTERS else "transformers",
-        pipeline_tag="text-generation",
-        license=licence.id if licence else None,
-        license_name=licence.name if licence else None,
-        license_link=licence.link if licence else None,
-        language=facts.language or None,
-        datasets=_datasets(lock) or None,
-        tags=[*_tags(kind, lock), *layout],
-        model_name=f"{(base_model or facts.base.name).split('/')[-1]}-{_TITLE[kind]}" if results else None,
-        eval_results=results or None,
-    )
-
-
-def _tags(kind: Kind, lock: Lock | None) -> list[str]:
-    """What is folded need not have been Dex."""
-    folded_baseline = kind == "folded" and lock is not None and lock.result.method != "dex"
-    return [tag for tag in TAGS[kind] if not (folded_baseline and tag == "differential-attention")]
-
-
-_TITLE: dict[Kind, str] = {
-    "adapter": "dex-adapter",
-    "lora": "lora",
-    "folded": "dex",
-    "layout": "layout",
-    "fresh": "fresh",
-    "trained": "trained",
-}
-_ORDER = [
-    "base_model",
-    "base_model_relation",
-    "library_name",
-    "pipeline_tag",
-    "license",
-    "license_name",
-    "license_link",
-    "language",
-    "datasets",
-    "tags",
-    "model_name",
-    "eval_results",
-]
-
-
-def _datasets(lock: Lock | None) -> list[str]:
-    """The Hub ids among the sources of the recipe: those that have a commit."""
-    if lock is None:
-        return []
-    sources = zip(lock.recipe["data"]["train"], lock.data.revisions, strict=True)
-    return list(dict.fromkeys(source["source"] for source, commit in sources if commit is not None))
-
-
-def _render(folder: Folder, head: ModelCardData) -> str:
+def _render(folder: Folder) -> str:
     environment = Environment(
         loader=PackageLoader("dex.model_cards", ""),
         undefined=StrictUndefined,
@@ -224,7 +163,7 @@ def _render(folder: Folder, head: ModelCardData) -> str:
         "thousands": lambda number: f"{number:,}",
         "cell": lambda text: str(text).replace("|", "\\|"),
     }
-    front_matter = head.to_yaml(original_order=_ORDER)
+    front_matter = head_of(folder).to_yaml(original_order=ORDER)
     template = environment.get_template(f"{folder.kind}.md.jinja")
     text = template.render(front_matter=front_matter, dex_version=__version__, **view_of(folder))
     return re.sub(r"\n{3,}", "\n\n", text)

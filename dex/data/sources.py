@@ -16,6 +16,7 @@ from dex.data.chat import ChatTemplate, Rendered, Span, clean
 from dex.data.embedded import EMBEDDED, texts
 from dex.data.files import SUFFIXES, Fault, Place, Row, local_file, rows_of_files
 from dex.errors import DexError
+from dex.hashing import sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,7 +194,7 @@ def identity(source: Source) -> dict[str, Any]:
         content = hashlib.sha256(repr(texts(source.source)).encode("utf-8", "surrogatepass")).hexdigest()
         return {"kind": source.source, "python": sys.version.split()[0], "content": content, **settings}
     if is_local(source):
-        files = [[name, _content_hash(path)] for name, path in _files(source)]
+        files = [[name, sha256(path)] for name, path in _files(source)]
         return {"kind": "files", "files": files, **settings}
     settings |= {"name": source.name, "split": source.split}
     return {"kind": "hub", "id": source.source, "commit": source.revision, **settings}
@@ -237,14 +238,6 @@ def _path(source: Source) -> Path:
 
 def _is_hidden(name: Path) -> bool:
     return any(part.startswith(".") for part in name.parts)
-
-
-def _content_hash(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DexError(f"{path} could not be read: {error.strerror or error}.") from error
 
 
 def _text(value: object) -> str | Fault:

@@ -12,13 +12,14 @@ from transformers import PretrainedConfig
 
 from dex.console import Bar
 from dex.gguf.metadata import rope_factors, write_metadata
-from dex.gguf.tensors import ROPE_FREQS, TYPES, Planned, Weights, encoded_tensors
+from dex.gguf.tensors import ROPE_FREQS, Planned, Weights, encoded_tensors
 from dex.gguf.tokenizer import Vocabulary, write_vocabulary
+from dex.gguf.types import F32
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All that goes into a file beside the numbers. `card`: the front matter of the folder's README.md."""
+    """All that goes into a file beside the numbers. `card`: the head of the folder's README.md."""
 
     config: PretrainedConfig
     dtype: str
@@ -41,7 +42,7 @@ def write_file(file: Path, folder: Path, contents: Contents) -> None:
     write_vocabulary(writer, contents.vocabulary)
     factors = rope_factors(config)
     if factors is not None:
-        writer.add_tensor_info(ROPE_FREQS, factors.shape, np.dtype(np.float32), 4 * len(factors), TYPES["f32"])
+        writer.add_tensor_info(ROPE_FREQS, factors.shape, np.dtype(np.float32), 4 * len(factors), F32)
     for tensor in contents.plan:
         writer.add_tensor_info(
             tensor.stored_name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.type

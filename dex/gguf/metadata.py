@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -10,16 +9,10 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dex.cards.front_matter import README, parse_front_matter
-from dex.cards.front_matter import read_card as read_text
+from dex.cards.front_matter import line_of
 from dex.errors import DexError
+from dex.gguf.types import TYPES
 from dex.models import DIFF, attention_shape, refuse_quantised
-
-FILE_TYPES = {
-    "f32": gguf.LlamaFileType.ALL_F32,
-    "f16": gguf.LlamaFileType.MOSTLY_F16,
-    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-}
 
 
 def refuse_what_gguf_cannot_hold(config: PretrainedConfig, model: str) -> None:
@@ -72,7 +65,7 @@ def rope_factors(config: PretrainedConfig) -> torch.Tensor | None:
 def write_metadata(
     writer: gguf.GGUFWriter, config: PretrainedConfig, dtype: str, name: str, card: dict[str, Any]
 ) -> None:
-    """Sizes and names. `card`: the front matter of the folder's README.md, or what is known of it."""
+    """Sizes and names. `card`: what can be read of the head of the folder's README.md; licence and base are used."""
     shape = attention_shape(config)
     writer.add_type("model")
     writer.add_name(name)
@@ -89,7 +82,7 @@ def write_metadata(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_file_type(TYPES[dtype].file)
     if dtype == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
@@ -100,20 +93,18 @@ def _write_origin(writer: gguf.GGUFWriter, card: dict[str, Any]) -> None:
         ("license_name", writer.add_license_name),
         ("license_link", writer.add_license_link),
     ):
-        if isinstance(card.get(key), str):
-            add(card[key])
-    base = card.get("base_model")
-    bases = [base] if isinstance(base, str) else base or []
+        if len(lines := _lines(card.get(key))) == 1:
+            add(lines[0])
+    bases = _lines(card.get("base_model"))
     if bases:
         writer.add_base_model_count(len(bases))
     for index, hub_id in enumerate(bases):
-        organisation, _, title = str(hub_id).rpartition("/")
+        organisation, _, title = hub_id.rpartition("/")
         writer.add_base_model_name(index, title)
         writer.add_base_model_organization(index, organisation)
 
 
-def read_card(folder: Path) -> dict[str, Any]:
-    """The front matter of the folder's README.md; empty if it has none. Raises DexError if it cannot be read."""
-    if not (folder / README).is_file() or not (card := read_text(folder)).startswith("---"):
-        return {}
-    return parse_front_matter(card, str(folder / README)).to_dict()
+def _lines(value: Any) -> list[str]:
+    """A value of the card, or the values of a list, as far as they are text."""
+    lines = map(line_of, value if isinstance(value, list) else [value])
+    return [line for line in lines if line is not None]

@@ -22,15 +22,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dex.errors import DexError
+from dex.gguf.types import F16, F32, Q8_0, TYPES
 from dex.models import attention_shape, check_weight_files
 
-TYPES = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-}
 FLOAT16_LARGEST = float(np.finfo(np.float16).max)
-LARGEST = {TYPES["f16"]: FLOAT16_LARGEST, TYPES["q8_0"]: 127 * FLOAT16_LARGEST}  # 8-bit numbers times a float16
+LARGEST = {F16: FLOAT16_LARGEST, Q8_0: 127 * FLOAT16_LARGEST}  # 8-bit numbers times a float16
 ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -59,7 +55,7 @@ def plan_tensors(config: PretrainedConfig, dtype: str, model: str) -> list[Plann
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if stored is None:
             raise DexError(f"{model} has {name}, for which llama.cpp's {config.model_type} has no tensor.")
-        kind = TYPES[dtype] if parameter.ndim == 2 else TYPES["f32"]
+        kind = TYPES[dtype].matrices if parameter.ndim == 2 else F32
         plan.append(Planned(name, stored, tuple(parameter.shape), kind))
     _refuse_broken_blocks(plan, model)
     return plan
@@ -67,9 +63,9 @@ def plan_tensors(config: PretrainedConfig, dtype: str, model: str) -> list[Plann
 
 def _refuse_broken_blocks(plan: list[Planned], model: str) -> None:
     """q8_0 has one scale for 32 numbers of a row."""
-    block = gguf.GGML_QUANT_SIZES[TYPES["q8_0"]][0]
+    block = gguf.GGML_QUANT_SIZES[Q8_0][0]
     for tensor in plan:
-        if tensor.type == TYPES["q8_0"] and tensor.shape[-1] % block:
+        if tensor.type == Q8_0 and tensor.shape[-1] % block:
             raise DexError(
                 f"{tensor.name} of {model} has rows of {tensor.shape[-1]} numbers, and q8_0 stores {block} together; "
                 "use --type f16."
@@ -106,7 +102,7 @@ def interleave_rows(tensor: Tensor, head_dim: int) -> Tensor:
 def rounded(tensor: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
     """The float32 values that a tensor stored as `kind` gives back."""
     whole = tensor.float()
-    if kind == TYPES["f32"]:
+    if kind == F32:
         return whole
     return torch.from_numpy(gguf.dequantize(encode(whole, kind), kind)).reshape(tensor.shape)
 

@@ -1,7 +1,8 @@
-"""Whose the token is, and whether a repository is theirs to write to."""
+"""Whose the token is, and in whose names its user may make a repository."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
@@ -9,15 +10,24 @@ from huggingface_hub import HfApi, get_token, is_offline_mode
 from dex.errors import DexError
 from dex.hub.words import LOG_IN, refusals_explained
 
-_MAY_NOT = ("read", "no_access", "no-access")  # roles in an organisation
+
+@dataclass(frozen=True)
+class Account:
+    """A user, and its organisations. What it may do in each the Hub says when it is asked to: a role does not."""
+
+    name: str
+    organisations: list[str]
+
+    @property
+    def namespaces(self) -> list[str]:
+        return [self.name, *self.organisations]
+
+    def has_namespace_of(self, repo_id: str) -> bool:
+        return repo_id.split("/")[0].lower() in [each.lower() for each in self.namespaces]
 
 
-def sign_in(api: HfApi, repo_id: str, create_pr: bool) -> str:
-    """The name of the user whose token is set.
-
-    Raises DexError without a token, with one that may only read, and for a namespace that is someone else's, unless
-    a pull request is all that is wanted. What a fine-grained token may do the Hub says when it is asked to.
-    """
+def sign_in(api: HfApi, repo_id: str) -> Account:
+    """The user whose token is set. Raises DexError without a token, and with one that may only read."""
     if repo_id.count("/") != 1:
         raise DexError(f"{repo_id} is no full name of a repository; give organisation/name.")
     if is_offline_mode():
@@ -29,14 +39,7 @@ def sign_in(api: HfApi, repo_id: str, create_pr: bool) -> str:
     name = str(me.get("name"))
     if _role(me) == "read":
         raise DexError(f"The token of {name} may only read; {LOG_IN}.")
-    namespace = repo_id.split("/")[0]
-    writable = [name, *(str(org.get("name")) for org in me.get("orgs", []) if org.get("roleInOrg") not in _MAY_NOT)]
-    if not create_pr and namespace.lower() not in [each.lower() for each in writable]:
-        raise DexError(
-            f"{repo_id} is someone else's, and {name} may write to {', '.join(writable)}; push there, or pass "
-            "--create-pr to propose a change."
-        )
-    return name
+    return Account(name, [str(org.get("name")) for org in me.get("orgs", [])])
 
 
 def _role(me: dict[str, Any]) -> str | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import git_hash
 
 from dex.console import Bar
 from dex.errors import DexError
-from dex.hub.folder import Published, is_pushed_kind
-from dex.lock import sha256
+from dex.hashing import sha256
+from dex.hub.folder import Published, is_of_another_model, is_pushed_kind
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class File:
             return False
         if there.lfs is not None:
             return there.lfs.sha256 == self.sha256
-        return self.content is not None and there.blob_id == _git_hash(self.content)
+        return self.content is not None and there.blob_id == git_hash(self.content)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Difference:
     def files(self) -> list[File]:
         return [*self.changed, *self.unchanged]
 
+    def is_made_in(self, there: dict[str, RepoFile]) -> bool:
+        """Does a commit have all of it?"""
+        return all(file.is_at(there.get(file.name)) for file in self.files) and there.keys().isdisjoint(self.deleted)
+
 
 def hash_published(published: Published) -> list[File]:
     """The files with their SHA-256. Raises DexError where one cannot be read."""
@@ -62,12 +68,21 @@ def hash_published(published: Published) -> list[File]:
     return files
 
 
-def compare_with(files: list[File], there: dict[str, RepoFile]) -> Difference:
-    names = {file.name for file in files}
+def files_to_go(published: Published, there: Iterable[str], of_another: bool) -> list[str]:
+    """What of a repository is deleted: what an earlier push left, and of another model all weights and code."""
+    kept = {*published.weights, *published.others}
+    return sorted(
+        name
+        for name in there
+        if name not in kept and (is_pushed_kind(name) or (of_another and is_of_another_model(name)))
+    )
+
+
+def compare_with(files: list[File], there: dict[str, RepoFile], deleted: list[str]) -> Difference:
     return Difference(
         [file for file in files if not file.is_at(there.get(file.name))],
         [file for file in files if file.is_at(there.get(file.name))],
-        sorted(name for name in there if name not in names and is_pushed_kind(name)),
+        deleted,
     )
 
 
@@ -95,8 +110,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError as error:
         raise DexError(f"{path} could not be read: {error.strerror or error}.") from error
-
-
-def _git_hash(content: bytes) -> str:
-    """The name that git gives a file."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

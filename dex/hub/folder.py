@@ -6,6 +6,7 @@ Anything else that lies there stays: an optimiser's state, checkpoints, a file w
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +21,7 @@ from dex.cards.kind import ADAPTERS, Kind, kind_of, read_json
 from dex.cards.licence import licence_files
 from dex.console import say
 from dex.errors import DexError
-from dex.lock import LOCK, Lock
+from dex.lock import CERTIFICATE, LOCK, Lock
 from dex.models import check_weight_files
 from dex.run_folder import RECIPE
 
@@ -38,7 +39,7 @@ _TOKENIZER = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-_RECORDS = (LOCK, "certificate.json", "heads.json", "layout.json", FACTS, EVALUATION)
+_RECORDS = (LOCK, CERTIFICATE, "heads.json", "layout.json", FACTS, EVALUATION)
 # What an earlier push may have left in a repository. Licences and whatever people put there themselves are not of it.
 _PUSHED = (
     *_CONFIG,
@@ -51,6 +52,8 @@ _PUSHED = (
     "configuration_diff_*.py",
     "modeling_diff_*.py",
 )
+_WEIGHTS_OF_ANY = ("*.safetensors", "*.bin", "*.gguf", "*.pth", "*.pt", "*.h5", "*.msgpack")
+_OF_ANOTHER = (*_WEIGHTS_OF_ANY, "*.index.json", "configuration_*.py", "modeling_*.py", "tokenization_*.py")
 _TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}\b")
 
 
@@ -64,15 +67,29 @@ class Published:
     others: list[str]
     left_out: list[str]
 
+    @property
+    def is_adapter(self) -> bool:
+        return self.kind in ADAPTERS
+
+    @property
+    def records(self) -> list[str]:
+        """What dex and its libraries wrote of it, in JSON."""
+        return [name for name in self.others if name in (*_RECORDS, *_CONFIG)]
+
 
 def is_pushed_kind(name: str) -> bool:
     """May a file of this name be of an earlier push?"""
-    return any(fnmatchcase(name, pattern) for pattern in _PUSHED)
+    return _is_one_of(name, _PUSHED)
 
 
 def is_model_file(name: str) -> bool:
     """Does a repository with this file hold a model?"""
-    return name in _CONFIG[:2] or name.endswith((".safetensors", ".bin", ".gguf", ".pth", ".pt"))
+    return name in _CONFIG[:2] or _is_one_of(name, _WEIGHTS_OF_ANY)
+
+
+def is_of_another_model(name: str) -> bool:
+    """Is it a weight file of any format, or code, beside which what is pushed would not be what is loaded?"""
+    return "/" not in name and _is_one_of(name, _OF_ANOTHER)
 
 
 def read_published(path: Path) -> Published:
@@ -90,7 +107,7 @@ def read_published(path: Path) -> Published:
         _refuse_local_base(path)
     legal = [file.name for file in licence_files(path)]
     known = (*_CONFIG, *_TOKENIZER, *_RECORDS, README, *code, *legal)
-    others = [name for name in present if any(fnmatchcase(name, pattern) for pattern in known)]
+    others = [name for name in present if _is_one_of(name, known)]
     if lacking := [name for name in code if name not in others]:
         raise DexError(f"{path} has no {lacking[0]}, which config.json names as the model's code; lay it out again.")
     if not adapter and not any(name in others for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -120,6 +137,10 @@ def refuse_changed(published: Published, lock: Lock, hashes: dict[str, str]) -> 
         )
     if edited := [name for name in differing if name not in _RECORDS]:
         say(f"changed since {LOCK} was written: {', '.join(edited)}")
+
+
+def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _refuse_other_places(path: Path) -> None:

@@ -11,10 +11,10 @@ from huggingface_hub import HfApi, RepoCard, hf_hub_download
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from dex.cards.facts import FACTS
 from dex.cards.front_matter import README
 from dex.errors import DexError
-from dex.hub.folder import is_model_file
+from dex.hub.account import Account
+from dex.hub.folder import WEIGHTS, is_model_file
 from dex.hub.words import refusals_explained
 from dex.lock import LOCK
 
@@ -57,13 +57,18 @@ def files_at(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoFile]:
     return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
 
-def refuse_repository(api: HfApi, repository: Repository, private: bool, create_pr: bool, force: bool) -> None:
+def refuse_repository(api: HfApi, account: Account, repository: Repository, private: bool, create_pr: bool) -> None:
     """Raise DexError for a repository that may not be pushed to as asked."""
     name = repository.id
     if repository.head is None:
         if create_pr:
             raise DexError(
                 f"{name} is not on the Hub, so there is nothing to propose a change of; leave --create-pr out."
+            )
+        if not account.has_namespace_of(name):
+            raise DexError(
+                f"{name} is not on the Hub, or the token may not see it, and as it is someone else's, {account.name} "
+                f"cannot make it; choose a name in {', '.join(account.namespaces)}, or check this one."
             )
         return
     if private and repository.private is False:
@@ -74,12 +79,28 @@ def refuse_repository(api: HfApi, repository: Repository, private: bool, create_
     if create_pr and not repository.branch_exists:
         raise DexError(f"{name} has no branch {repository.branch}, which a pull request could be against.")
     if not create_pr:
-        with refusals_explained(name, "asking whether it may be written to"):
+        with refusals_explained(name, "asking whether it may be written to", may_propose=True):
             api.auth_check(name, write=True)
-    if not force and any(map(is_model_file, repository.files)) and not _is_pushed_by_dex(repository):
+
+
+def holds_another_model(repository: Repository) -> bool:
+    """Is there a model that dex did not push?"""
+    return any(map(is_model_file, repository.files)) and not _is_pushed_by_dex(repository)
+
+
+def refuse_replacing(repository: Repository, is_adapter: bool, of_another: bool, deleted: list[str]) -> None:
+    """Raise DexError for what only --force replaces: a model that dex did not push, and one of the other kind."""
+    if of_another:
         raise DexError(
-            f"{name} holds another model, which dex did not push (its card has no tag dex); choose another name, or "
-            "pass --force to replace it."
+            f"{repository.id} holds another model, which dex did not push (it has no {LOCK}, and its card no tag dex)"
+            "; choose another name, or pass --force to replace it."
+        )
+    of_other_kind = ("config.json", WEIGHTS[False]) if is_adapter else ("adapter_config.json", WEIGHTS[True])
+    if any(name in deleted for name in of_other_kind):
+        there, here = ("a whole model", "an adapter") if is_adapter else ("an adapter", "a whole model")
+        raise DexError(
+            f"{repository.id} holds {there}, and this is {here}: {', '.join(deleted)} would be deleted; choose "
+            "another name, or pass --force to replace it."
         )
 
 
@@ -105,7 +126,7 @@ def _head_of(api: HfApi, repo_id: str, branch: str) -> str | None:
 
 
 def _is_pushed_by_dex(repository: Repository) -> bool:
-    if LOCK in repository.files or FACTS in repository.files:
+    if LOCK in repository.files:
         return True
     if README not in repository.files:
         return False

@@ -10,7 +10,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from dex.console import say
 from dex.errors import DexError
-from dex.hub.difference import Difference, File, compare_with, refuse_moving
+from dex.hub.difference import Difference, File, refuse_moving
 from dex.hub.repository import MAIN, Repository, files_at, read_repository
 from dex.hub.words import explain, refusals_explained
 
@@ -26,14 +26,13 @@ def upload(
     Raises DexError where it does not come to the commit. What is uploaded by then stays for the same command.
     """
     additions = {file.name: _addition(file) for file in difference.changed}
-    # A branch that is yet to be made is made last: until the commit, the repository is as it was.
-    through = repository.branch if repository.branch_exists else MAIN
     for file in difference.changed:
-        if file.content is None:
-            say(
-                f"uploading {file.name} ({file.size:,} bytes)"
-            )  # how far it is, on a terminal the client itself shows
-        _upload_one(api, repository, file, additions[file.name], through, create_pr)
+        if file.content is None:  # a model's weights; how far it is, on a terminal the client itself shows
+            say(f"uploading {file.name} ({file.size:,} bytes)")
+            _upload_files(api, repository, [file], additions, create_pr)
+    _upload_files(
+        api, repository, [file for file in difference.changed if file.content is not None], additions, create_pr
+    )
     refuse_moving(difference.changed)
     if not repository.branch_exists:
         make_branch(api, repository)
@@ -48,33 +47,35 @@ def upload(
             create_pr=create_pr,
         )
     except Exception as error:
-        made = None if create_pr else find_commit(api, repository, difference.files)
+        made = None if create_pr else find_commit(api, repository, difference)
         if made is None:
-            raise DexError(explain(repository.id, "committing", error)) from None
+            raise DexError(explain(repository.id, "committing", error, may_propose=not create_pr)) from None
         say("the Hub's answer was lost, and the commit is there")
         return made, None
     return commit.oid, commit.pr_url
 
 
-def find_commit(api: HfApi, repository: Repository, files: list[File]) -> str | None:
-    """The head of the branch if it moved on and has these files; the Hub may commit and answer with an error."""
+def find_commit(api: HfApi, repository: Repository, difference: Difference) -> str | None:
+    """The head of the branch if it moved on and has all of it; the Hub may commit and answer with an error."""
     try:
         now = read_repository(api, repository.id, repository.branch)
     except DexError:
         return None
     moved = now.head is not None and now.head != repository.head
-    return now.head if moved and compare_with(files, now.files).is_empty else None
+    return now.head if moved and difference.is_made_in(now.files) else None
 
 
-def find_pull_request(api: HfApi, repository: Repository, author: str, files: list[File]) -> tuple[str, str] | None:
-    """Commit and URL of an open pull request of the author's that proposes just these files."""
+def find_pull_request(
+    api: HfApi, repository: Repository, author: str, difference: Difference
+) -> tuple[str, str] | None:
+    """Commit and URL of an open pull request of the author's that proposes just this."""
     with refusals_explained(repository.id, "looking at its pull requests"):
         open_ones = api.get_repo_discussions(
             repository.id, author=author, discussion_type="pull_request", discussion_status="open"
         )
         for each in open_ones:
             revision = f"refs/pr/{each.num}"
-            if compare_with(files, files_at(api, repository.id, revision)).is_empty:
+            if difference.is_made_in(files_at(api, repository.id, revision)):
                 return str(api.model_info(repository.id, revision=revision).sha), each.url
     return None
 
@@ -91,18 +92,23 @@ def _addition(file: File) -> CommitOperationAdd:
     return addition
 
 
-def _upload_one(
-    api: HfApi, repository: Repository, file: File, addition: CommitOperationAdd, revision: str, create_pr: bool
+def _upload_files(
+    api: HfApi, repository: Repository, files: list[File], additions: dict[str, CommitOperationAdd], create_pr: bool
 ) -> None:
+    """Upload what the Hub wants to have before the commit: weights, and small files that it says when it is asked."""
+    if not files:
+        return
     try:
         api.preupload_lfs_files(
             repository.id,
-            [addition],
-            revision=revision,
+            [additions[file.name] for file in files],
+            # A branch that is yet to be made is made last: until the commit, the repository is as it was.
+            revision=repository.branch if repository.branch_exists else MAIN,
             create_pr=create_pr,
             free_memory=False,
             gitignore_content=_IGNORES_NOTHING,
         )
     except Exception as error:
-        refuse_moving([file])
-        raise DexError(explain(repository.id, f"uploading {file.name}", error)) from None
+        refuse_moving(files)
+        doing = f"uploading {', '.join(file.name for file in files)}"
+        raise DexError(explain(repository.id, doing, error, may_propose=not create_pr)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,23 +13,28 @@ from dex.errors import DexError
 
 AGAIN = "run the same command again: what was uploaded is kept, and nothing is half published"
 LOG_IN = "set HF_TOKEN to one that may write, or run `hf auth login`"
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{10,}")
 
 
 @contextmanager
-def refusals_explained(repo_id: str, doing: str) -> Iterator[None]:
-    """Turn whatever the client raises into one sentence; `doing` goes on "while …"."""
+def refusals_explained(repo_id: str, doing: str, may_propose: bool = False) -> Iterator[None]:
+    """Turn whatever the client raises into one sentence; `doing` goes on "while …".
+
+    may_propose: would a pull request do, where the token may not write?
+    """
     try:
         yield
     except DexError:
         raise
     except Exception as error:  # hf_xet and the client's threads have classes of their own
-        raise DexError(explain(repo_id, doing, error)) from None  # requests, in a chain, hold the token
+        # Without the chain: the requests in it hold the token.
+        raise DexError(explain(repo_id, doing, error, may_propose)) from None
 
 
-def explain(repo_id: str, doing: str, error: BaseException) -> str:
+def explain(repo_id: str, doing: str, error: BaseException, may_propose: bool = False) -> str:
     cause = _cause(error)
     if isinstance(cause, HfHubHTTPError):
-        return _refused(repo_id, doing, cause)
+        return _refused(repo_id, doing, cause, may_propose)
     if isinstance(cause, HTTPError | ConnectionError):
         return f"The Hub could not be reached while {doing} ({_line(str(cause), cause)}); {AGAIN}."
     if isinstance(cause, OSError):
@@ -43,7 +49,7 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _refused(repo_id: str, doing: str, error: HfHubHTTPError) -> str:
+def _refused(repo_id: str, doing: str, error: HfHubHTTPError, may_propose: bool) -> str:
     status = error.response.status_code
     said = _said(error)
     if status == 401 and not isinstance(error, RepositoryNotFoundError):
@@ -51,7 +57,8 @@ def _refused(repo_id: str, doing: str, error: HfHubHTTPError) -> str:
     if status in (401, 404):
         return f"{repo_id} is not on the Hub, or the token may not see it ({status}, while {doing}); check the name."
     if status == 403:
-        return f"The token may not do this to {repo_id} (403 while {doing}: {said}); {LOG_IN}, or pass --create-pr."
+        instead = f"{LOG_IN}, or pass --create-pr" if may_propose else LOG_IN
+        return f"The token may not do this to {repo_id} (403 while {doing}: {said}); {instead}."
     if status in (409, 412):
         return (
             f"{repo_id} has moved while it was being pushed to ({status}: {said}), and nothing was committed; run "
@@ -73,8 +80,9 @@ def _said(error: HfHubHTTPError) -> str:
 
 
 def _line(text: str, error: BaseException) -> str:
-    """The first line of a text, short, and without the token."""
+    """The first line of a text, short, and without the token or what looks like one: a half of it is one still."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = (lines[0] if lines else type(error).__name__)[:200].rstrip(".:")
-    token = get_token()
-    return line.replace(token, "<token>") if token else line
+    line = lines[0] if lines else type(error).__name__
+    if token := get_token():
+        line = line.replace(token, "<token>")
+    return _TOKEN.sub("<token>", line)[:200].rstrip(".:")

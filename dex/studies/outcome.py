@@ -17,7 +17,7 @@ from dex.studies.scaling import scaling
 from dex.studies.sweep import Swept
 
 if TYPE_CHECKING:
-    from dex.verbs.study import Runs
+    from dex.studies.runs import Runs
 
 
 def outcome(runs: Runs) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dex.studies.jobs import Done
 from dex.studies.outcome import outcome
 
 if TYPE_CHECKING:
-    from dex.verbs.study import Runs
+    from dex.studies.runs import Runs
 
 NEAR = 0.1  # of the largest difference
 SMOOTHED = 0.1  # of the run's updates: a batch's loss says more about the batch than about the model

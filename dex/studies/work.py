@@ -80,7 +80,7 @@ def _received(connection: Connection, process: Any) -> tuple[str, Any]:
 
 
 def _child(connection: Connection, work: Callable[..., str | None], arguments: tuple[Any, ...]) -> None:
-    from dex.cli import quiet_libraries
+    from dex.quiet import quiet_libraries
 
     quiet_libraries()
     threading.Thread(target=_end_with_parent, daemon=True).start()

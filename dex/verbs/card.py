@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from dex.cards import write_card as render
+from dex.cards.check import refuse_other_base
 from dex.cards.evaluation import EVALUATION, Evaluation
 from dex.cards.facts import Licence, Told, read_facts
 from dex.cards.front_matter import README, is_hub_id
-from dex.cards.kind import kind_of
+from dex.cards.kind import ADAPTERS, Kind, kind_of
 from dex.cards.languages import is_language
-from dex.cards.licence import KNOWN, nearest
+from dex.cards.licence import KNOWN, leads_to_licence, nearest
 from dex.cards.write import named_source, refuse_edited
 from dex.console import say
 from dex.errors import DexError
@@ -44,9 +45,9 @@ def write_card(
     kind = kind_of(path)
     if not force:
         refuse_edited(path)
-    told = _told(
-        license, license_name, license_link, base_model, [language] if isinstance(language, str) else language
-    )
+    languages = [language] if isinstance(language, str) else language
+    told = _told(license, license_name, license_link, base_model, languages)
+    _refuse_for_this_folder(path, kind, told)
     places = [Path(results)] if isinstance(results, str | Path) else [Path(place) for place in results]
     evaluation: Evaluation | None = evaluation_of(path, places, base_model) if places else None
     source = None if read_facts(path) else _with_its_card(named_source(path, kind, read_lock(path)))
@@ -88,6 +89,18 @@ def _told(
         "language": list(language) or None,
     }
     return Told(**{key: value for key, value in given.items() if value is not None})
+
+
+def _refuse_for_this_folder(folder: Path, kind: Kind, told: Told) -> None:
+    """Raise DexError for what the check before a push would refuse."""
+    link = told.licence.link if told.licence else None
+    if link is not None and not leads_to_licence(link, folder):
+        raise DexError(
+            f"--license-link {link} is no URL and no licence file in {folder}; give a URL (https://…), or put the "
+            "text there as LICENSE and name that."
+        )
+    if kind in ADAPTERS and told.base_model is not None:
+        refuse_other_base(folder, told.base_model)
 
 
 def _with_its_card(source: ModelSource) -> ModelSource:

@@ -103,15 +103,13 @@ def _scored(result: Result) -> ScoredSuite:
     tasks = {}
     for name, task in result.tasks.items():
         score = result.score(name)
-        data, commit = _data_of(result, name)
         tasks[name] = ScoredTask(
             metric=task.metric,
             higher_is_better=task.higher_is_better,
             items=len(result.of_task(name)),
             score=_score(score),
             perplexity=_score(perplexity(score)) if task.metric == "loss" else None,
-            data=data,
-            data_commit=commit,
+            **_data_of(result, name),
         )
     average = result.average()
     environment = {key: result.environment.get(key) for key in ("dex", "commit", "device")}
@@ -140,14 +138,16 @@ def _held_out(result: Result) -> Mapping[str, Any]:
     return data[0] if result.suite == "perplexity" and isinstance(data, list) else {}
 
 
-def _data_of(result: Result, task: str) -> tuple[str, str | None]:
+def _data_of(result: Result, task: str) -> dict[str, Any]:
     """What a task's items are made of: a Hub id and its commit, or a name."""
     of_task = (result.settings.get("data_of_tasks") or {}).get(task) or {}
     if "id" in of_task:
-        return of_task["id"], of_task["commit"]
-    if sources := _held_out(result).get("train"):
-        return ", ".join(_own_name(source["source"]) for source in sources), None
-    return task, None
+        return {"data": of_task["id"], "data_on_hub": True, "data_commit": of_task["commit"]}
+    names = [source["source"] for source in _held_out(result).get("train", [])]
+    if not names:
+        return {"data": task}
+    local = result.settings["inputs"]["data"][-1]
+    return {"data": ", ".join(map(_own_name, names)), "data_on_hub": len(names) == 1 and names[0] not in local}
 
 
 def _identity(model: Model) -> dict[str, Any]:

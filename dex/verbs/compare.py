@@ -107,9 +107,12 @@ class Comparison:
         return found
 
     def refusal(self, margin: float | None = None) -> str | None:
-        """The sentence with which `--require-no-regression` ends, or None where nothing is lost."""
+        """The sentence with which `--require-no-regression` ends; None where nothing is lost, as far as is known.
+
+        Without a margin, nothing is known of tasks with too few groups of items for any of them to be called worse.
+        """
         if not (lost := self.regressions(margin)):
-            return None
+            return self._cannot_tell() if margin is None else None
         named = "; ".join(
             f"{model} on {', '.join(task for name, task in lost if name == model)}"
             for model in dict.fromkeys(model for model, _ in lost)
@@ -118,6 +121,21 @@ class Comparison:
             return f"A regression from {self.reference.label}: {named}."
         return (
             f"Not shown to be within {margin:g} of {self.reference.label}: {named}; more items narrow the intervals."
+        )
+
+    def _cannot_tell(self) -> str | None:
+        blind = [
+            row
+            for row in self.rows
+            if (row.task is not None and row.groups < TOO_FEW_GROUPS)
+            or any(each.verdict == "not tested" for each in row.differences)
+        ]
+        if not blind:
+            return None
+        named = ", ".join(f"{row.name} ({row.groups} of them)" for row in blind)
+        return (
+            f"Too few groups of items, such as documents, cannot show a regression from {self.reference.label}: "
+            f"{named}; evaluate on more, or give --margin."
         )
 
 

@@ -12,12 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from dex.cards.front_matter import glean_front_matter
 from dex.console import say
 from dex.errors import DexError
 from dex.models import ANY, ModelSource, load_config, load_model, load_tokenizer
 from dex.output import refuse_to_overwrite_file, whole_file
-
-TYPES = ("f16", "f32", "q8_0")
 
 
 def export_gguf(
@@ -33,7 +32,7 @@ def export_gguf(
     _refuse_arguments(folder, output, dtype, force)
     from dex.gguf.check import check_file, expect  # gguf may be missing, which was said
     from dex.gguf.file import Contents, write_file
-    from dex.gguf.metadata import read_card, refuse_what_gguf_cannot_hold
+    from dex.gguf.metadata import refuse_what_gguf_cannot_hold
     from dex.gguf.tensors import plan_tensors, refuse_values
     from dex.gguf.tokenizer import read_vocabulary
 
@@ -42,7 +41,7 @@ def export_gguf(
     plan = plan_tensors(config, dtype, str(folder))
     tokenizer = load_tokenizer(ModelSource(str(folder)))
     vocabulary = read_vocabulary(tokenizer, config, _ends_of_text(folder), str(folder))
-    contents = Contents(config, dtype, name or folder.resolve().name, read_card(folder), plan, vocabulary)
+    contents = Contents(config, dtype, name or folder.resolve().name, glean_front_matter(folder), plan, vocabulary)
     _refuse_without_room(output, contents.nbytes)
     loaded = load_model(str(folder), dtype="float32")
     refuse_values(loaded.model, plan)
@@ -66,10 +65,12 @@ def export_gguf(
 
 
 def _refuse_arguments(folder: Path, output: Path, dtype: str, force: bool) -> None:
-    if dtype not in TYPES:
-        raise DexError(f"--type {dtype} is not known; choose one of {', '.join(TYPES)}.")
     if importlib.util.find_spec("gguf") is None:
         raise DexError("dex export gguf needs the package gguf: `pip install gguf`.")
+    from dex.gguf.types import TYPES
+
+    if dtype not in TYPES:
+        raise DexError(f"--type {dtype} is not known; choose one of {', '.join(TYPES)}.")
     if output.suffix != ".gguf":
         raise DexError(
             f"{output} does not end in .gguf, by which llama.cpp's tools and dex know such a file; add it."

@@ -27,11 +27,13 @@ from torch import Tensor, nn
 from dex.adapter import load_onto, read_adapter_config
 from dex.agreement import Agreement, agreement
 from dex.cards import write_card
+from dex.cards.facts import Told
+from dex.cards.write import told_to
 from dex.console import say
 from dex.data import Source, calibration
 from dex.environment import environment
 from dex.errors import DexError
-from dex.lock import LOCK, find_adapter_lock, write_lock
+from dex.lock import CERTIFICATE, LOCK, find_adapter_lock, write_lock
 from dex.models import LoadedModel, load_config, load_model, refuse_quantised, save_model
 from dex.output import refuse_to_overwrite, whole_folder, write_json
 from dex.tuner import DexConfig
@@ -39,7 +41,7 @@ from dex.tuner.callback import branch_state
 from dex.tuner.scaling import check_scales, scale_lambda, scale_name
 
 FLOAT32_TOLERANCE = 1e-4  # of the largest logit
-MADE_HERE = "certificate.json"
+MADE_HERE = CERTIFICATE
 BLOCKS, LENGTH = 4, 256  # of real text: 1024 positions, and 200 MB of logits for a vocabulary of 49k
 
 
@@ -103,6 +105,7 @@ class _Work:
     config: DexConfig | LoraConfig
     base: LoadedModel
     input_ids: Tensor
+    told: Told | None  # what the adapter's card was told
     text: dict[str, Any]  # which text the certificate is made on
     rounding: Agreement | None
 
@@ -117,11 +120,12 @@ def _fold_each(
     check_scales([scale for scale in folders.values() if scale is not None], adapter, config)
     _refuse_quantised_training(adapter, config, into_unquantised)
     refuse_quantised(load_config(config.base_model_name_or_path, config.revision))
+    told = told_to(adapter)
     base = load_model(config.base_model_name_or_path, config.revision)
     input_ids, fingerprint = calibration(Source(text), base.tokenizer, BLOCKS, LENGTH)
     rounding = None if base.model.dtype == torch.float32 else _rounding_of(base, config, input_ids)
     about_text = {"source": text, "fingerprint": fingerprint, "positions": input_ids.numel()}
-    work = _Work(adapter, config, base, input_ids, about_text, rounding)
+    work = _Work(adapter, config, base, input_ids, told, about_text, rounding)
     own = {name: parameter.data for name, parameter in base.model.named_parameters()}
     certificates = []
     for folder, scale in folders.items():
@@ -163,7 +167,7 @@ def _fold_once(work: _Work, output: Path, scale: float, force: bool) -> dict[str
         _refuse_if_failed(certificate)
         write_json(partial / MADE_HERE, certificate)
         _write_lock(work.adapter, partial, certificate)
-        write_card(partial, base.source, made_from=work.adapter)
+        write_card(partial, base.source, made_from=work.adapter, told=work.told)
     return certificate
 
 

@@ -13,22 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import HfHubHTTPError
 
 from dex import __version__
 from dex.cards import check_card
+from dex.cards.evaluation import EVALUATION, read_evaluation
 from dex.cards.front_matter import README, read_card
 from dex.cards.kind import Kind
 from dex.console import say
 from dex.errors import DexError
 from dex.hub.account import sign_in
-from dex.hub.difference import Difference, compare_with, hash_published
+from dex.hub.difference import Difference, compare_with, files_to_go, hash_published
 from dex.hub.download import verify_commit
 from dex.hub.folder import read_published, refuse_changed
-from dex.hub.repository import Repository, read_repository, refuse_repository
+from dex.hub.paths import refuse_paths
+from dex.hub.repository import (
+    Repository,
+    holds_another_model,
+    read_repository,
+    refuse_replacing,
+    refuse_repository,
+)
 from dex.hub.upload import find_pull_request, make_branch, upload
 from dex.hub.words import refusals_explained
 from dex.lock import read_lock
 from dex.verbs.no_regression import refuse_regression
+from dex.verbs.recognise import Identities
 
 _WHAT: dict[Kind, str] = {
     "adapter": "Dex adapter",
@@ -78,34 +88,44 @@ def push(
     require_no_regression: str | Path | None = None,
     margin: float | None = None,
     dry_run: bool = False,
+    with_paths: bool = False,
     force: bool = False,
 ) -> Pushed:
     """Publish a folder that dex made as the repository `repo` ("organisation/name"), in one commit.
 
     private: of a repository that is made. revision: a branch, made if it is not there. create_pr: propose the commit.
     verify: download the commit again and compare SHA-256. require_no_regression: results of `dex eval`, of the base
-    and of this folder; margin is that of `dex compare`. dry_run: check everything, upload nothing. force: replace a
-    model that dex did not push. The token is HF_TOKEN, or that of `hf auth login`.
+    and of this folder; margin is that of `dex compare`. dry_run: check everything, upload nothing. with_paths: also
+    records that name absolute paths of this machine. force: replace a model that dex did not push, or one of another
+    kind. The token is HF_TOKEN, or that of `hf auth login`.
 
     Raises DexError, in one sentence, for whatever stops it; the same command then goes on.
     """
+    _refuse_idle(margin, require_no_regression, verify, dry_run, commit_message)
     path = Path(folder)
     published = read_published(path)
     check_card(path, repo)
     lock = read_lock(path)
+    refuse_paths(published, with_paths)
     api = HfApi(library_name="dex", library_version=__version__)
-    name = sign_in(api, repo, create_pr)
+    account = sign_in(api, repo)
     there = read_repository(api, repo, revision)
-    refuse_repository(api, there, private, create_pr, force)
+    refuse_repository(api, account, there, private, create_pr)
+    of_another = holds_another_model(there)
+    deleted = files_to_go(published, there.files, of_another)
+    if not force:
+        refuse_replacing(there, published.is_adapter, of_another, deleted)
     _let_the_hub_check(path, repo)
     files = hash_published(published)
     if lock is not None:
         refuse_changed(published, lock, {file.name: file.sha256 for file in files})
+    identities = Identities(path)
+    _refuse_other_evaluation(path, identities)
     if require_no_regression is not None:
-        refuse_regression(published, lock, Path(require_no_regression), margin)
+        refuse_regression(path, identities, lock, Path(require_no_regression), margin)
     if published.left_out:
         say(f"not published: {', '.join(published.left_out)}")
-    difference = compare_with(files, there.files)
+    difference = compare_with(files, there.files, deleted)
     seen = Pushed(
         repo=repo,
         branch=there.branch,
@@ -127,11 +147,36 @@ def push(
     if created:
         there = _create(api, there, private)
     message = commit_message or f"{_WHAT[published.kind]}, pushed with dex {__version__}"
-    commit, pull_request = _bring(api, there, difference, message, name if create_pr else None)
+    commit, pull_request = _bring(api, there, difference, message, account.name if create_pr else None)
     if verify:
         verify_commit(repo, commit, files)
     url = f"{seen.url}/commit/{commit}"
     return replace(seen, commit=commit, url=url, pull_request=pull_request, created=created, verified=verify)
+
+
+def _refuse_idle(
+    margin: float | None,
+    require_no_regression: str | Path | None,
+    verify: bool,
+    dry_run: bool,
+    commit_message: str | None,
+) -> None:
+    if margin is not None and require_no_regression is None:
+        raise DexError("margin has no effect without require_no_regression; give that too, or leave margin out.")
+    if verify and dry_run:
+        raise DexError("verify has no effect beside dry_run, which uploads nothing; leave one of them out.")
+    if commit_message is not None and not commit_message.strip():
+        raise DexError("commit_message is empty; say what the commit is, or leave it out.")
+
+
+def _refuse_other_evaluation(folder: Path, identities: Identities) -> None:
+    """The card's results are those of evaluation.json, and the weights may have been made again since."""
+    evaluation = read_evaluation(folder)
+    if evaluation is not None and not identities.has(evaluation.model):
+        raise DexError(
+            f"{folder / EVALUATION}, whose results the card shows, is of other weights than those in {folder}; "
+            f"evaluate them as they are now, and write the card again: dex card {folder} --results RESULTS."
+        )
 
 
 def _let_the_hub_check(folder: Path, repo: str) -> None:
@@ -152,9 +197,23 @@ def _messages(answer: str) -> str:
 
 
 def _create(api: HfApi, repository: Repository, private: bool) -> Repository:
+    existed = False
     with refusals_explained(repository.id, "making the repository"):
-        api.create_repo(repository.id, private=private or None)
+        try:
+            api.create_repo(repository.id, private=private or None)
+        except HfHubHTTPError as error:
+            existed = error.response.status_code == 409
+            if not existed:
+                raise
     made = read_repository(api, repository.id, repository.branch)
+    if existed and made.head is None:
+        raise DexError(
+            f"{repository.id} exists, and this token may not see it; use one that may, or choose another name."
+        )
+    if existed:
+        raise DexError(
+            f"{repository.id} was made meanwhile; run the same command again, which looks at what is there."
+        )
     if made.head is None:
         raise DexError(f"{repository.id} was made, and is not there yet; run the command again in a moment.")
     return made
@@ -172,7 +231,7 @@ def _bring(
         return there.head, None
     if proposed_by is None:
         return upload(api, there, difference, message, create_pr=False)
-    if (found := find_pull_request(api, there, proposed_by, difference.files)) is not None:
+    if (found := find_pull_request(api, there, proposed_by, difference)) is not None:
         say(f"nothing to push: {found[1]} proposes these files")
         return found
     return upload(api, there, difference, message, create_pr=True)

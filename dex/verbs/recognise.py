@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ class Identities:
         self._adapter = adapter_hash(folder) if (folder / "adapter_config.json").is_file() else None
 
     def is_of(self, model: Model) -> bool:
-        return all(self._is(result.model) for result in model.results.values())
+        return all(self.has(result.model) for result in model.results.values())
 
-    def _is(self, found: dict[str, Any]) -> bool:
+    def has(self, found: Mapping[str, Any]) -> bool:
+        """Is it the model that a result says it is of?"""
         if self._adapter is not None or "adapter" in found:
             return self._adapter is not None and found.get("adapter") == self._adapter
         if found.get("fingerprint") is None:
@@ -48,11 +49,11 @@ def bases_among(others: Sequence[Model], ours: Model, lock: Lock | None) -> list
     known = lock.model.model_dump() if lock is not None else _base_of_adapter(ours)
     if known is None:
         return None
-    alike = [model for model in others if _all_have(model, "fingerprint", known["fingerprint"])]
+    alike = [model for model in others if all_have(model, "fingerprint", known["fingerprint"])]
     exactly = [
         model
         for model in alike
-        if any(known[key] is not None and _all_have(model, key, known[key]) for key in ("content", "commit"))
+        if any(known[key] is not None and all_have(model, key, known[key]) for key in ("content", "commit"))
     ]
     return exactly or alike
 
@@ -87,6 +88,7 @@ def _base_of_adapter(model: Model) -> dict[str, Any] | None:
     return {key: first.get(key) for key in ("fingerprint", "content", "commit")} if "adapter" in first else None
 
 
-def _all_have(model: Model, key: str, value: Any) -> bool:
+def all_have(model: Model, key: str, value: Any) -> bool:
+    """Is this the value of all results, and are they of a whole model?"""
     each = [result.model for result in model.results.values()]
     return all(one.get(key) == value and "adapter" not in one for one in each)

@@ -12,6 +12,7 @@ that it repeats. Elsewhere the losses of the held-out blocks are compared in pai
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,6 +142,7 @@ def _open(output: Path, folder: str, lock: Lock, force: bool) -> None:
     original = output / ORIGINAL
     if not original.is_file() or read_lock_file(original) != lock:
         refuse_to_overwrite(output, force, ORIGINAL)
+        (output / REPRODUCTION).unlink(missing_ok=True)  # the verdict on another lock
     write_json(original, lock.to_dict())
 
 
@@ -198,6 +200,8 @@ def _finish(
     if lock.fold is not None:
         _fold_again(lock.fold, recipe, trained, output / FOLDED, force)
         files[FOLDED] = other_files(lock.fold.files, output / FOLDED)
+    else:
+        shutil.rmtree(output / FOLDED, ignore_errors=True)  # of another lock, replaced with --force
     losses = compare_losses(lock.result, made.result)
     lam = compare_lam(lock.result.branch, made.result.branch)
     expected = not differing and str(lock.environment["device"]).startswith("CPU")
