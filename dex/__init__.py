@@ -1,6 +1,6 @@
 """dex: retrofit pretrained Llama and Qwen models with differential attention output, and fold it back.
 
-`import dex` makes "DEX" a method of PEFT, and has a function for every command, of the same name:
+`import dex` makes "DEX" a method of PEFT, and has a function for every command:
 
     dex.train("recipe.yaml")
     dex.fold("runs/mine/adapter", "folded")

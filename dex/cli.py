@@ -1,4 +1,4 @@
-"""The command line. Each command is a thin layer over the function of its name in dex/verbs, as `import dex` has it.
+"""The command line. Each command is a thin layer over a function in dex/verbs, which `import dex` has too.
 
 Results go to stdout (with --json as one JSON object), messages and progress to stderr. Exit 0; 1 with one sentence
 that says what is wrong and what to do; 2 for a command that cannot be read.
