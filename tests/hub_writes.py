@@ -44,15 +44,20 @@ class Large(bytes):
 
 @dataclass
 class Account:
-    """Whose a token is, and what it may do: role is that of the token, orgs has the user's own in each."""
+    """Whose a token is, and what it may do: role is that of the token, orgs has the user's own in each.
+
+    granted are repositories that the user may write to beside these, such as a resource group's.
+    """
 
     name: str
     role: str = "write"
     orgs: dict[str, str] = field(default_factory=dict)
+    granted: set[str] = field(default_factory=set)
 
     def may_write(self, repo_id: str) -> bool:
         namespace = repo_id.split("/")[0]
-        return self.role != "read" and (namespace == self.name or self.orgs.get(namespace) in _MAY_WRITE)
+        own = namespace == self.name or self.orgs.get(namespace) in _MAY_WRITE
+        return self.role != "read" and (own or repo_id in self.granted)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -76,9 +81,16 @@ class Store:
         self.large_above = 1 << 20
         self.parts_of: int | None = None
 
-    def sign_in(self, token: str, name: str, role: str = "write", orgs: dict[str, str] | None = None) -> None:
+    def sign_in(
+        self,
+        token: str,
+        name: str,
+        role: str = "write",
+        orgs: dict[str, str] | None = None,
+        granted: set[str] | None = None,
+    ) -> None:
         """Make `token` valid: a user's, who may read and write what is his own and his organisations'."""
-        self.accounts[token] = Account(name, role, orgs or {})
+        self.accounts[token] = Account(name, role, orgs or {}, granted or set())
         self.tokens.setdefault(token, set())
 
 

@@ -409,6 +409,19 @@ def test_what_has_no_interval_is_not_within_a_margin(tmp_path: Path) -> None:
     assert made.regressions(margin=0.5) == [("b", "t")]
 
 
+@pytest.mark.parametrize(("groups", "enough"), [(1, False), (5, False), (6, True)])
+def test_too_few_groups_cannot_show_that_nothing_is_lost(tmp_path: Path, groups: int, enough: bool) -> None:
+    for label, score in (("a", 0.5), ("b", 0.4)):
+        written(tmp_path, label, {"t": [score + i / 100 for i in range(groups)]})
+    made = compare([tmp_path / "a", tmp_path / "b"])
+    said = str(made.refusal())
+    if enough:
+        assert said == "A regression from a: b on t."
+    else:
+        assert f"cannot show a regression from a: t ({groups} of them); evaluate on more, or give --margin." in said
+    assert made.refusal(margin=0.5) is None or groups == 1
+
+
 @pytest.mark.parametrize(
     ("options", "models", "code"),
     [

@@ -55,6 +55,8 @@ OF_DEX = r"^dex (train|plan) (?!.*\bname: (?!dex))(?!.*(control|-lora|--device|p
 SMALLER = {
     r"^dex train ": "data.block=64 run.tokens=128 run.batch_tokens=64 run.micro_batch=1 run.save_every=null "
     "run.eval_every=null data.held_out=0.5 data.held_out_tokens=128 data.held_out_per_document=null",
+    # Fewer than six documents cannot show a regression, and a push would be refused.
+    r"^dex train r.yaml .*output=runs/mine": "data.held_out_tokens=512 data.held_out_per_document=64",
     r"^dex train mine.yaml( --dry-run|$)": "model.id=meta-llama/Llama-3.2-1B output=runs/mine",
     OF_DEX: "method.heads.sequences=2 method.heads.length=64",
     r"^dex study ": "shared.data.block=64 shared.data.held_out_per_document=64 shared.data.held_out=0.3 "

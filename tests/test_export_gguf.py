@@ -273,7 +273,7 @@ def test_licence_and_base_come_from_the_card(tmp_path: Path, tokenizer: PreTrain
     ("card", "said"),
     [
         (b"license: mit\nlanguage: zh-Hant\nbase_model: 3\nwidget:\n- text: yes\n", {"license": "mit"}),
-        (b"license: null\nlicense_name: [a, b]\nbase_model: [null, a/b]", {"base_model.count": 1}),
+        (b"license: null\nlicense_name: [a, b]\nbase_model: [null, a/b]\n", {"base_model.count": 1}),
         (b'license: [mit]\nlicense_link: "\\ud800"\n', {"license": "mit"}),
         (b"license: [\n", {}),
         (b"license: \xff\n", {}),

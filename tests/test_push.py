@@ -18,11 +18,15 @@ import torch
 from forked import Dex, run_dex
 from hub_server import HubServer
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer, tokens
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from dex import quiet
 from dex.adapter import attach, save_adapter
+from dex.cards.evaluation import Evaluation
+from dex.cards.facts import Base, Facts
 from dex.cli import app
 from dex.errors import DexError
 from dex.evaluation.evaluated import load_evaluated
@@ -33,6 +37,8 @@ from dex.lock import LOCK, hash_files
 from dex.models import LoadedModel, ModelSource, save_model
 from dex.tuner import DexConfig
 from dex.verbs import push as verb
+from dex.verbs.compare import Model
+from dex.verbs.no_regression import _bases_on_record
 from dex.verbs.push import Pushed, push
 
 TOKEN = "hf_" + "pushTests" * 4
@@ -107,6 +113,11 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 def uploads(hub: HubServer) -> list[str]:
     return [request for request in hub.requests if request.startswith("PUT ")]
+
+
+def asked_about(hub: HubServer) -> int:
+    """How often the Hub was asked how files are to go up."""
+    return sum("/preupload/" in request for request in hub.requests)
 
 
 def writes(hub: HubServer) -> list[str]:
@@ -188,10 +199,12 @@ def test_a_repeated_push_finds_nothing_to_do(
 
 def test_only_what_changed_goes_up(me: HubServer, folder: Path) -> None:
     push(folder, REPO)
+    assert asked_about(me) == 2  # the weights, and all else together
     (folder / "README.md").write_text(CARD + "\nMore words.\n")
     me.requests.clear()
     assert list(push(folder, REPO).uploaded) == ["README.md"]
     assert uploads(me) == []
+    assert asked_about(me) == 1
     assert files_on(me) == files_in(folder)
 
 
@@ -210,15 +223,19 @@ def test_what_an_earlier_push_left_goes_in_the_same_commit(me: HubServer, folder
 def test_what_is_no_part_of_the_model_stays_here_and_is_named(
     me: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("LICENSE.txt", "NOTICE", "use_policy.md"):
+        (folder / name).write_text("You may.")
     published = files_in(folder)
-    for name in (".env", "optimizer.pt", "train.py", "model-00009-of-00009.safetensors"):
+    private = (".env", "optimizer.pt", "train.py", "model-00009-of-00009.safetensors")
+    private += ("License_keys.txt", "notice-private.txt", "LICENSE.bak", "licences.json")
+    for name in private:
         (folder / name).write_text(TOKEN)
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "trainer_state.json").write_text("{}")
     push(folder, REPO)
     assert files_on(me) == published
     said = capsys.readouterr().err
-    assert all(name in said for name in (".env", "optimizer.pt", "train.py", "checkpoints/"))
+    assert all(name in said for name in (*private, "checkpoints/"))
 
 
 def test_a_gitignore_of_the_repository_leaves_nothing_out(me: HubServer, folders: Path) -> None:
@@ -382,6 +399,58 @@ def lock_of(folder: Path) -> dict[str, Any]:
     }
 
 
+OF_THIS_MACHINE = {
+    LOCK: {"model": {"id": "/srv/base"}},
+    "heads.json": {"data": {"source": "~someone/texts"}},
+    "certificate.json": {"passed": True, "text": {"source": "/srv/my texts.txt"}},
+    "layout.json": {"reasons": {"no text": {"first": "row 3 of /srv/data/rows.jsonl: no text"}}},
+}
+
+
+@pytest.mark.parametrize("name", OF_THIS_MACHINE)
+def test_paths_of_the_machine_are_published_only_if_that_is_asked_for(
+    me: HubServer, folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    values = OF_THIS_MACHINE[name]
+    content = (
+        {**lock_of(folder), "model": {**lock_of(folder)["model"], "id": "/srv/base"}} if name == LOCK else values
+    )
+    (folder / name).write_text(json.dumps(content))
+    said = refusal(folder)
+    path = {LOCK: "/srv/base", "heads.json": "~someone/texts", "certificate.json": "/srv/my texts.txt"}.get(
+        name, "/srv/data/rows.jsonl"
+    )
+    assert f"{folder / name} names {path} (" in said
+    assert "--with-paths" in said
+    assert me.requests == []
+    push(folder, REPO, with_paths=True)
+    assert f"published with paths of this machine: {path}" in capsys.readouterr().err
+    assert name in files_on(me)
+
+
+def test_names_that_are_no_paths_of_the_machine_are_published(me: HubServer, folder: Path) -> None:
+    names = ["data/rows.jsonl", "./texts", "org/name", "https://host/a/b", "and/or", "a / b", "1/2", "</s>", "~ 3/4"]
+    (folder / "heads.json").write_text(json.dumps({"names": names, **dict.fromkeys(names)}))
+    push(folder, REPO)
+    assert "heads.json" in files_on(me)
+
+
+@pytest.mark.parametrize("kind", ["folded", "adapter"])
+def test_results_of_other_weights_are_not_published(me: HubServer, folders: Path, tmp_path: Path, kind: str) -> None:
+    folder = Path(shutil.copytree(folders / kind, tmp_path / kind))
+    me.add_model(BASE, folders / "folded")
+    identity = load_evaluated(str(folder), "ours", "auto", 1).identity
+    own = {key: value for key, value in identity.items() if value is not None and key not in ("id", "base")}
+    Evaluation(model=own, suites={}, compared=[]).write(folder)
+    push(folder, REPO)
+    assert "evaluation.json" in files_on(me)
+    weights = next(folder.glob("*.safetensors"))
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    me.requests.clear()
+    assert "evaluation.json, whose results the card shows, is of other weights" in refusal(folder)
+    assert writes(me) == []
+
+
 def test_weights_that_are_not_those_of_the_lock_are_refused(
     me: HubServer, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -400,7 +469,6 @@ def test_weights_that_are_not_those_of_the_lock_are_refused(
     [
         ("read", REPO, {}, "may only read"),
         ("write", "someone/model", {}, "someone else's"),
-        ("write", "readers/model", {}, "someone else's"),
         ("write", "someone/model", {"create_pr": True}, "not on the Hub"),
         ("write", "no-owner", {}, "organisation/name"),
         ("write", REPO, {"revision": "refs/pr/1"}, "give a branch"),
@@ -431,23 +499,69 @@ def test_a_missing_or_wrong_token_is_said(hub: HubServer, folders: Path, monkeyp
 def test_a_fine_grained_token_without_the_right_is_said(me: HubServer, folders: Path) -> None:
     push(folders / "folded", REPO)
     me.fail("/auth-check/write", 403)
-    assert "403" in refusal(folders / "sharded")
+    assert "or pass --create-pr" in refusal(folders / "sharded")
     me.fail("/repos/create", 403)
-    assert "may not do this to me/new (403" in refusal(folders / "folded", "me/new")
+    said = refusal(folders / "folded", "me/new")
+    assert "may not do this to me/new (403" in said
+    assert "--create-pr" not in said
+    me.fail("/commit/main", 403)
+    assert "--create-pr" not in refusal(folders / "sharded", create_pr=True)
+
+
+def test_what_may_be_written_to_is_for_the_hub_to_say_and_not_for_a_role(
+    hub: HubServer, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.sign_in(TOKEN, "me", orgs={"readers": "read"}, granted={"readers/model", "someone/model"})
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for repo in ("readers/model", "someone/model"):
+        hub.add_model(repo, {})
+        push(folders / "adapter", repo)
+        assert files_on(hub, repo) == files_in(folders / "adapter")
+    assert "may not do this to readers/new (403" in refusal(folders / "adapter", "readers/new")
+    assert ("models", "readers/new") not in hub.repos
+
+
+def test_a_repository_that_the_token_may_not_see_is_not_said_to_have_moved(me: HubServer, folders: Path) -> None:
+    me.add_model("me/hidden", {}, private=True)
+    assert "me/hidden exists, and this token may not see it" in refusal(folders / "adapter", "me/hidden")
 
 
 def test_a_repository_that_may_not_be_pushed_to_is_refused(me: HubServer, folders: Path) -> None:
     folder = folders / "folded"
-    me.add_model(REPO, {"config.json": b"{}", "model.safetensors": b"theirs", "README.md": b"# theirs"})
+    kept = {"LICENSE": b"theirs", "onnx/model.bin": b"theirs", "figure.png": b"theirs"}
+    weights = ("model.safetensors", "other.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json")
+    theirs = dict.fromkeys(("config.json", *weights, "modeling_other.py", "card.json"), b"{}")
+    me.add_model(REPO, {**theirs, **kept, "README.md": b"# theirs"})
     assert "exists and is public" in refusal(folder, private=True)
     assert "holds another model" in refusal(folder)
     main = me.commit_of(REPO)
     assert "no name of a branch" in refusal(folder, revision=main)
     assert "no branch v9" in refusal(folder, revision="v9", create_pr=True)
     assert writes(me) == []
+    commits = len(me.repos["models", REPO].commits)
     push(folder, REPO, force=True)
-    assert files_on(me) == files_in(folder)
+    assert files_on(me) == {**files_in(folder), **kept}
+    assert len(me.repos["models", REPO].commits) == commits + 1
     assert push(folder, REPO).commit == me.commit_of(REPO)  # its card says now that it is dex's
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "word"),
+    [
+        ("folded", "adapter", "a whole model, and this is an"),
+        ("adapter", "folded", "an adapter, and this is a whole"),
+    ],
+)
+def test_the_other_kind_is_replaced_only_if_that_is_asked_for(
+    me: HubServer, folders: Path, there: str, here: str, word: str
+) -> None:
+    push(folders / there, REPO)
+    said = refusal(folders / here)
+    assert word in said
+    assert next((folders / there).glob("*.safetensors")).name in said
+    assert files_on(me) == files_in(folders / there)
+    push(folders / here, REPO, force=True)
+    assert files_on(me) == files_in(folders / here)
 
 
 def test_a_card_that_the_hub_refuses_is_not_uploaded(
@@ -598,21 +712,35 @@ def test_a_commit_that_comes_back_otherwise_is_said(
     assert "is not what was pushed: config.json" in refusal(folders / "folded", verify=True)
 
 
-def test_what_the_hub_says_is_shown_without_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifying_fetches_what_was_pushed_and_not_into_the_folder_for_temporary_files(
+    me: HubServer, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me.add_model(REPO, {"figure.png": b"theirs"})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "full"))
+    assert push(folders / "adapter", REPO, verify=True).verified
+    fetched = [request.rsplit("/", 1)[-1] for request in me.requests if request.startswith("GET /me/model/resolve")]
+    assert sorted(fetched) == sorted(files_in(folders / "adapter"))
+    assert not list(Path(os.environ["HF_HOME"]).glob("dex-push-*"))
+
+
+@pytest.mark.parametrize("token", [TOKEN, "hf_" + "someOther" * 4])
+def test_what_the_hub_says_is_shown_without_the_token(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    said = explain(REPO, "committing", RuntimeError(f"bad header Bearer {TOKEN}\nand more"))
-    assert TOKEN not in said
+    said = explain(REPO, "committing", RuntimeError(f"bad header Bearer {token}\nand more"))
+    assert token not in said
     assert "Bearer <token>" in said
+    said = explain(REPO, "committing", RuntimeError("x" * 180 + f" {token}"))  # cut in its middle
+    assert token[:15] not in said
 
 
 # A model that is worse
 
 
-def results_of(folder: Path, base: Path, output: Path, worse_by: float) -> Path:
+def results_of(folder: Path, base: str | Path, output: Path, worse_by: float, documents: int = 40) -> Path:
     """What `dex eval base folder -o output` writes, with a loss that is given."""
     for label, model, loss in (("base", base, 1.0), ("ours", folder, 1.0 + worse_by)):
         identity = load_evaluated(str(model), label, "auto", 1).identity
-        records = [Record("text", str(i), "x", None, loss + 0.01 * (i % 3), group=str(i)) for i in range(40)]
+        records = [Record("text", str(i), "x", None, loss + 0.01 * (i % 3), group=str(i)) for i in range(documents)]
         result = Result("perplexity", label, identity, {}, {"text": Task("loss", higher_is_better=False)}, records)
         result.write(output / label / "perplexity")
     return output
@@ -620,16 +748,23 @@ def results_of(folder: Path, base: Path, output: Path, worse_by: float) -> Path:
 
 @pytest.mark.parametrize("kind", ["folded", "adapter"])
 def test_a_model_that_is_worse_than_its_base_is_not_published(
-    me: HubServer, folders: Path, tmp_path: Path, kind: str
+    me: HubServer, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    folder, base = folders / kind, tmp_path / "base"
+    folder, base = Path(shutil.copytree(folders / kind, tmp_path / kind)), tmp_path / "base"
     save_model(tiny_model(seed=0 if kind == "adapter" else 3), tiny_tokenizer(), base)
-    me.add_model(BASE, base)
-    worse = results_of(folder, base, tmp_path / "worse", 0.5)
+    commit = me.add_model(BASE, base)
+    worse = results_of(folder, BASE, tmp_path / "worse", 0.5)
+    if kind == "folded":
+        assert "says which weights it was made of" in refusal(folder, require_no_regression=worse)
+        Facts(base=Base(name=BASE, hub_id=BASE, commit=commit)).write(folder)
     said = refusal(folder, require_no_regression=worse)
     assert "A regression from base: ours on text; nothing was pushed" in said
+    few = results_of(folder, BASE, tmp_path / "few", 0.5, documents=5)
+    said = refusal(folder, require_no_regression=few)
+    assert "cannot show a regression from base: text (5 of them); evaluate on more, or give --margin" in said
+    assert "text has 5 groups of items" in capsys.readouterr().err
     assert writes(me) == []
-    better = results_of(folder, base, tmp_path / "better", -0.1)
+    better = results_of(folder, BASE, tmp_path / "better", -0.1)
     push(folder, REPO, require_no_regression=better, margin=0.05)
     assert files_on(me) == files_in(folder)
 
@@ -644,7 +779,38 @@ def test_results_of_another_model_do_not_count(me: HubServer, folders: Path, fol
     assert writes(me) == []
 
 
+def test_the_base_of_what_was_laid_out_is_on_record(tmp_path: Path) -> None:
+    results = [Result("s", name, {"fingerprint": name}, {}, {}, []) for name in ("one", "two")]
+    one, two = (Model(result.label, {"s": result}, {}) for result in results)
+    assert _bases_on_record(tmp_path, [one, two]) is None
+    (tmp_path / "layout.json").write_text('{"base": {"fingerprint": "two"}}')
+    assert _bases_on_record(tmp_path, [one, two]) == [two]
+
+
 # The command line
+
+
+@pytest.mark.parametrize("idle", [{"margin": 0.1}, {"dry_run": True, "verify": True}, {"commit_message": " "}])
+def test_an_idle_option_is_a_mistake_in_python_too(me: HubServer, folders: Path, idle: dict[str, Any]) -> None:
+    assert next(reversed(idle)) in refusal(folders / "adapter", **idle)
+    assert me.requests == []
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_transfers_are_shown_unless_the_user_wants_no_bars(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    for name in ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY", bars := "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")
+    if given is None:
+        monkeypatch.delenv(bars)
+    for place in ("logging.disable", "warnings.simplefilter"):
+        monkeypatch.setattr(place, lambda _: None)
+    monkeypatch.setattr(quiet, "_set_here", set())
+    quiet.quiet_libraries()
+    assert os.environ[bars] == "1"
+    quiet.show_transfers()
+    assert os.environ.get(bars) == given
 
 
 def test_the_options_reach_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,7 +822,7 @@ def test_the_options_reach_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
         return done
 
     monkeypatch.setattr(verb, "push", record)
-    options = ["--private", "--revision", "v2", "--create-pr", "--commit-message", "words", "--force"]
+    options = ["--private", "--revision", "v2", "--create-pr", "--commit-message", "words", "--with-paths", "--force"]
     given = ["--require-no-regression", "results", "--margin", "0.1"]
     run = CliRunner().invoke(app, ["push", "folder", "a/b", *options, *given])
     assert run.exit_code == 0, run.output
@@ -673,6 +839,7 @@ def test_the_options_reach_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
                 "require_no_regression": Path("results"),
                 "margin": 0.1,
                 "dry_run": False,
+                "with_paths": True,
                 "force": True,
             },
         )

@@ -14,9 +14,10 @@ from typing import Any
 
 from huggingface_hub import get_token
 
+from dex.cards.base import base_on_hub
 from dex.cards.evaluation import EVALUATION
 from dex.cards.facts import FACTS
-from dex.cards.front_matter import README, is_hub_id
+from dex.cards.front_matter import README
 from dex.cards.kind import ADAPTERS, Kind, kind_of, read_json
 from dex.cards.licence import licence_files
 from dex.console import say
@@ -176,11 +177,13 @@ def _weights(path: Path, adapter: bool) -> list[str]:
 
 def _refuse_local_base(path: Path) -> None:
     """An adapter whose base is a path loads on this machine alone, and tells others where its user's files lie."""
-    base = str(read_json(path / "adapter_config.json").get("base_model_name_or_path"))
-    if not is_hub_id(base) or "/" not in base or Path(base).exists():
+    if base_on_hub(path) is None:
+        config = path / "adapter_config.json"
+        base = read_json(config).get("base_model_name_or_path")
         raise DexError(
-            f"{path / 'adapter_config.json'} names {base} as the base, which is no model on the Hub; put its Hub id "
-            f"there (base_model_name_or_path), or push a stock model instead: dex fold {path} -o FOLDER."
+            f"{config} names {base} as the base, which is no model on the Hub, and dex card --base-model changes the "
+            "card alone; write the base's Hub id there as base_model_name_or_path and evaluate the adapter again, "
+            f"whose results are of the former file, or push a stock model instead: dex fold {path} -o FOLDER."
         )
 
 
