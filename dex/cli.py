@@ -706,6 +706,10 @@ def main() -> None:
         error.show()
         _print_error(error.format_message())
         sys.exit(2)
+    except RecursionError:
+        _fail(
+            "A file that was read is nested too deeply to be what it should be; make it again, or put its copy back."
+        )
     except OSError as error:
         if error.errno not in OF_THE_MACHINE:
             raise

@@ -23,15 +23,17 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import TypedDict
 
 from dex.console import say
 from dex.errors import DexError
 from dex.hashing import sha256
+from dex.heads import HeadPlan
 from dex.models import LICENCE_FILE, hub_errors_explained
 from dex.output import write_json
 from dex.settings import Block
@@ -44,6 +46,37 @@ NOT_HASHED = (LOCK, "README.md", "card.json", "evaluation.json", CERTIFICATE)
 
 Files = dict[str, str]  # name → SHA-256 in hex
 Bounds = dict[Literal["mean", "low", "high"], float | None]
+
+
+class Environment(TypedDict):
+    """Of `dex.environment.environment()`, what is read again; there is more in it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    commit: str | None
+    packages: dict[str, str]
+    device: str
+    threads: Annotated[int, Field(ge=1)]
+
+
+class Branch(TypedDict):
+    """λ and the branch ratio of every adapted layer, and the mean ratio."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    layers: list[int]
+    lam: list[float]
+    ratio: list[float]
+    mean_ratio: float
+    inert: bool
+
+
+class Text(TypedDict):
+    """The text of a certificate."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    source: str
 
 
 class LockedModel(Block):
@@ -91,17 +124,17 @@ class LockedResult(Block):
     trained_parameters: int
     held_out_loss: Bounds
     held_out_perplexity: Bounds
-    branch: dict[str, Any] | None
+    branch: Branch | None
     losses: list[BlockScore]
 
 
 class LockedFold(Block):
     """The fold. `text` is what it was certified on, `lambda_scale` what every λ was multiplied by."""
 
-    text: dict[str, Any]
-    lambda_scale: float
+    text: Text
+    lambda_scale: Annotated[float, Field(allow_inf_nan=False)]
     certificate: dict[str, Any]
-    environment: dict[str, Any]
+    environment: Environment
     files: Files
 
 
@@ -113,11 +146,25 @@ class Lock(Block):
     model: LockedModel
     data: LockedData
     heads: dict[str, Any] | None
-    environment: dict[str, Any]
-    earlier: list[dict[str, Any]] = Field(default_factory=list)
+    environment: Environment
+    earlier: list[Environment] = Field(default_factory=list)
     result: LockedResult
     files: Files
     fold: LockedFold | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Lock:
+        """What is written down twice is the same twice."""
+        run, cursor = self.recipe.get("run", {}), self.data.cursor
+        for key, value in (("seed", cursor.seed), ("tokens", cursor.tokens)):
+            if run.get(key) != value:
+                raise ValueError(f"recipe.run.{key} is {run.get(key)} and data.cursor.{key} {value}")
+        sources = len(self.recipe.get("data", {}).get("train", []))
+        if len(self.data.revisions) != sources:
+            raise ValueError(f"data.revisions lists {len(self.data.revisions)} of the recipe's {sources} sources")
+        if self.heads is not None:
+            HeadPlan.model_validate(self.heads)
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """What the file holds."""
@@ -133,7 +180,7 @@ class Lock(Block):
             text=certificate["text"],
             lambda_scale=certificate["lambda_scale"],
             certificate=certificate,
-            environment=environment,
+            environment=Environment(**environment),  # type: ignore[typeddict-item]
             files=hash_files(folder),
         )
         return self.model_copy(update={"fold": fold})

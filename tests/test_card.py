@@ -354,6 +354,8 @@ def test_what_a_card_was_told_stays_and_goes_with_what_is_made_of_it(folders: Pa
         ({"license_name": "mine"}, "add --license other"),
         ({"license": "mit", "license_name": "mine"}, "leave out yours"),
         ({"base_model": "/home/me/base"}, "no id of a model on the Hub"),
+        ({"base_model": "base"}, "no id of a model on the Hub"),
+        ({"license": "other", "license_name": "mine", "license_link": "nofile"}, "link nofile is no URL"),
         ({"base_model": "runs/demo/base"}, "no id of a model on the Hub"),
         ({"language": "english"}, "no code of a language"),
         ({"results": "nowhere"}, "does not exist"),
@@ -597,6 +599,7 @@ def test_a_card_has_the_numbers_of_compare(originals: Path, folders: Path, resul
     assert str(originals) not in text + (folder / "evaluation.json").read_text()
     metrics = {each.metric_type: each.metric_value for each in ModelCard(text).data.eval_results}
     assert metrics == {"loss": own.mean("held-out"), "perplexity": pytest.approx(2.718281828 ** own.mean("held-out"))}
+    assert "held-out loss" not in text  # which Results has, with the interval of other draws
     write_card(folder)
     assert card(folder) == text  # the results stay with the folder
 
@@ -701,6 +704,10 @@ def test_a_valid_card_of_ones_own_is_taken(originals: Path, tmp_path: Path) -> N
         ("- name: mine\n  results:", "- results:", r"line 9: model-index\.0\.name is missing"),
         ("- name: mine", "  name: mine", r"line 8: model-index: a block was given, a list of models"),
         ("---\nbase", "base", r"has no front matter"),
+        ("license: apache-2.0", "license: [apache-2.0]", r"line 4: license: a list was given, a licence that"),
+        ("base_model: org/base", "base_model: []", r"line 2: base_model: an empty list was given, a Hub id"),
+        ("- en", "- &a en\n- *a", r"line 7: an alias \(\*a\) is in the front matter"),
+        ("- en", f"- {'e' * 200_000}", r"its front matter has 200,\d+ characters"),
     ],
 )
 def test_a_card_edited_into_what_the_hub_refuses_is_said_with_its_line(
@@ -752,3 +759,48 @@ def test_facts_are_read_as_they_were_written(tmp_path: Path) -> None:
     (tmp_path / "card.json").write_text("[]")
     with pytest.raises(DexError, match=r"card\.json is damaged"):
         read_facts(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[" * 100_000])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("folded", "certificate.json"),
+        ("layout", "layout.json"),
+        ("adapter", "adapter_config.json"),
+        ("lora", "adapter_config.json"),
+        ("trained", "config.json"),
+        ("folded", "card.json"),
+        ("folded", "evaluation.json"),
+    ],
+)
+def test_a_damaged_record_is_named_in_a_sentence(folders: Path, kind: str, name: str, text: str) -> None:
+    folder = folders / KINDS[kind]
+    whole = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    keep = {key: whole[key] for key in ("peft_type", "divergence") if text == "{}" and key in whole}
+    put(folder, {name: json.dumps(keep) if text == "{}" else text})
+    with pytest.raises(DexError, match=re.escape(f"{folder / name} is damaged")) as caught:
+        write_card(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_words_in_a_comment_are_not_displayed(folders: Path) -> None:
+    folder = folders / "folded"
+    write_card(folder, base_model="meta-llama/Llama-3.2-1B")
+    put(folder, {"README.md": card(folder).replace("**Built with Llama**", "<!-- Built with Llama -->")})
+    with pytest.raises(DexError, match="must display"):
+        check_card(folder, "me/Llama-x")
+
+
+def test_a_card_that_cannot_be_written_leaves_what_was_told_before(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise DexError(f"{path} could not be written: No space left on device.")
+
+    folder = folders / "v2"
+    before = (folder / "card.json").read_text()
+    monkeypatch.setattr("dex.cards.write.write_whole", full)
+    with pytest.raises(DexError, match="No space left"):
+        write_card(folder, license="mit")
+    assert (folder / "card.json").read_text() == before

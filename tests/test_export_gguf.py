@@ -468,6 +468,33 @@ def test_numbers_that_the_type_cannot_hold_are_refused_by_name(
     assert "down_proj.weight" in refusal(narrow, dtype="q8_0")
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("generation_config.json", {"eos_token_id": "x"}, "has the eos_token_id 'x'"),
+        ("generation_config.json", {"eos_token_id": [257, None]}, "has the eos_token_id null"),
+        ("generation_config.json", None, "generation_config.json is damaged"),
+        ("config.json", {"vocab_size": 5}, "outside of vocab_size 5"),
+        ("config.json", {"max_position_embeddings": -1}, "max_position_embeddings in the config.json"),
+        ("chat_template.jinja", "{% for", "chat template of"),
+        ("chat_template.jinja", "a\0b", "NUL character"),
+        ("config.json", "[" * 100_000, "config.json is damaged"),
+    ],
+)
+def test_odd_files_of_a_folder_are_refused_in_a_sentence(
+    tmp_path: Path, exported: dict[str, Any], name: str, changes: Any, reason: str
+) -> None:
+    folder = shutil.copytree(exported["llama"][0], tmp_path / "m")
+    file = folder / name
+    if changes is None:
+        file.unlink()
+        file.mkdir()
+    else:
+        odd = changes if isinstance(changes, str) else json.dumps({**json.loads(file.read_text()), **changes})
+        file.write_text(odd)
+    assert reason in refusal(folder)
+
+
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, exported: dict[str, Any]) -> None:
     folder, file, _ = exported["llama"]
     assert "GGUF file already" in refusal(file)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from dex.cards.base import base_on_hub
 from dex.cards.facts import read_facts
@@ -69,8 +72,14 @@ def _check_licence(folder: Path, front: FrontMatter) -> None:
         )
 
 
+def _displayed(card: str) -> str:
+    """A card without its head and its comments, which nobody sees."""
+    return re.sub(r"<!--.*?(-->|\Z)", "", REGEX_YAML_BLOCK.sub("", card, count=1), flags=re.DOTALL)
+
+
 def _check_duties(folder: Path, duties: Duties, repo_id: str) -> None:
-    if not any(words in read_card(folder) for words in duties.statements or ("",)):
+    text = _displayed(read_card(folder))
+    if not any(words in text for words in duties.statements or ("",)):
         raise DexError(
             f"{folder / README} must display “{duties.statements[0]}”, which the {duties.agreement} asks for; add "
             "it, or write the card again: dex card."

@@ -102,7 +102,7 @@ def read_evaluation(folder: Path) -> Evaluation | None:
         return Evaluation(**values)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ValidationError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError) as error:
         raise DexError(
             f"{path} is damaged ({str(error).splitlines()[0]}); delete it, and name the results again: dex card "
             f"{folder} --results RESULTS."

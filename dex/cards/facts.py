@@ -91,6 +91,6 @@ def read_facts(folder: Path) -> Facts | None:
         return Facts(base=values["base"], told=values["told"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, TypeError, KeyError, ValidationError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise DexError(f"{path} is damaged ({reason}); delete it, and write the card again: dex card.") from error

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml as older  # type: ignore[import-untyped]
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
@@ -24,6 +25,7 @@ from dex.settings import KeyPath, Problem, choice, clash, expected, shown
 from dex.settings_file import SettingsFile, dotted
 
 README = "README.md"
+LONGEST = 200_000  # characters of a head
 Relation = Literal["adapter", "finetune", "merge", "quantized"]
 
 
@@ -49,16 +51,18 @@ def _language(value: Any) -> str:
 
 
 def _licence(value: Any) -> str:
-    if value not in KNOWN:
-        raise expected(f"a licence that the Hub knows, or `other` with license_name,{nearest(str(value))}")
-    return str(value)
+    if not isinstance(value, str) or value not in KNOWN:
+        near = nearest(str(value)[:100])
+        raise expected(f"a licence that the Hub knows, or `other` with license_name,{near}")
+    return value
 
 
-def _one_or_several(read_one: Callable[[Any], str]) -> BeforeValidator:
-    """A value, or a list of them; a list either way."""
+def _one_or_several(read_one: Callable[[Any], str], *, or_none: bool = True) -> BeforeValidator:
+    """A value, or a list of them; a list either way. or_none: the list may be empty."""
 
     def read(value: Any) -> list[str]:
-        return value if isinstance(value, list) else [read_one(value)]
+        given = isinstance(value, list) and (or_none or bool(value))
+        return value if given else [read_one(value)]
 
     return BeforeValidator(read)
 
@@ -96,6 +100,7 @@ def _text(value: Any) -> str:
 Text = Annotated[str, BeforeValidator(_text)]
 HubId = Annotated[str, BeforeValidator(_hub_id)]
 HubIds = Annotated[list[HubId], _one_or_several(_hub_id)]
+Bases = Annotated[list[HubId], _one_or_several(_hub_id, or_none=False)]  # none is said by leaving the key out
 Languages = Annotated[list[Annotated[str, BeforeValidator(_language)]], _one_or_several(_language)]
 Texts = Annotated[list[Text], _one_or_several(_text)]
 
@@ -132,7 +137,7 @@ class IndexedModel(_Free):
 
 
 class FrontMatter(_Free):
-    base_model: HubIds | None = None
+    base_model: Bases | None = None
     base_model_relation: Annotated[Relation | None, choice(Relation)] = None
     library_name: Text | None = None
     pipeline_tag: Text | None = None
@@ -192,7 +197,10 @@ def glean_front_matter(folder: Path) -> dict[str, Any]:
     """What can be read of the head of somebody else's card: nothing that is wrong with it is an error."""
     try:
         found = REGEX_YAML_BLOCK.search(read_card(folder))
-        values = YAML(typ="safe", pure=True).load(found[2]) if found else None
+        if found is None:
+            return {}
+        _refuse_bombs(found[2], README)
+        values = YAML(typ="safe", pure=True).load(found[2])
     except Exception:  # anything can be in a card, and a YAML reader can raise anything
         return {}
     return values if isinstance(values, dict) else {}
@@ -224,15 +232,30 @@ def parse_front_matter(card: str, name: str) -> FrontMatter:
         )
     lines_before = len(re.findall(r"\r\n|\r|\n", found[1]))
     yaml = "\n" * lines_before + found[2]
+    _refuse_bombs(yaml, name)
     front = _FILE.parse(yaml, name)
     _refuse_other_reading(yaml, name)
     return front
 
 
+def _refuse_bombs(yaml: str, name: str) -> None:
+    """Raise DexError for a head that would keep its readers busy for minutes: aliases in aliases, or a great length.
+
+    Only tokens are read here, which takes a time in proportion to the text.
+    """
+    if len(yaml) > LONGEST:
+        raise DexError(f"{name}: its front matter has {len(yaml):,} characters; the most is {LONGEST:,}.")
+    try:
+        alias = next((token for token in older.scan(yaml) if isinstance(token, older.AliasToken)), None)
+    except older.YAMLError:
+        return  # which the reader says with more words
+    if alias is not None:
+        line = alias.start_mark.line + 1
+        raise DexError(f"{name}, line {line}: an alias (*{alias.value}) is in the front matter; write the value out.")
+
+
 def _refuse_other_reading(yaml: str, name: str) -> None:
     """huggingface_hub reads YAML 1.1, in which `no` is false: what it sends must be what is meant."""
-    import yaml as older  # type: ignore[import-untyped]
-
     values, places = _FILE.read_yaml(yaml, name)
     try:
         read = older.safe_load(yaml)

@@ -19,7 +19,7 @@ def kind_of(folder: Path) -> Kind:
         raise DexError(f"{folder} is no folder; name one that dex train, fold, convert or init wrote.")
     if (folder / "adapter_config.json").is_file():
         method = read_json(folder / "adapter_config.json").get("peft_type")
-        if method not in _ADAPTER_KINDS:
+        if not isinstance(method, str) or method not in _ADAPTER_KINDS:
             raise DexError(f"{folder} is an adapter of the method {method}, not DEX or LORA; dex has no card for it.")
         return _ADAPTER_KINDS[method]
     if not (folder / "config.json").is_file():
@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises DexError where the file holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DexError(f"{path} is damaged ({error}); make the folder again.") from error
     if not isinstance(value, dict):
         raise DexError(f"{path} is damaged (it holds no JSON object); make the folder again.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def _rows(folder: Folder) -> Rows:
         rows += [("trained parameters", f"{result.trained_parameters:,}"), ("learning rate", f"{run['lr']:g}")]
         rows += [("seed", str(run["seed"]))]
     rows += _ROWS_OF_KIND[folder.kind](folder)
-    if lock is not None:
+    in_results = folder.evaluation is not None and "perplexity" in folder.evaluation.suites
+    if lock is not None and not in_results:  # the run's own interval is of other draws
         loss, perplexity = (_bounds(lock.result.held_out_loss), _bounds(lock.result.held_out_perplexity))
         of = " of the adapter as trained" if folder.kind == "folded" else ""
         rows += [(f"held-out loss{of}, nats per token", interval(loss))]
@@ -170,7 +171,7 @@ _OF_KIND = {
 }
 
 
-def _branch(state: dict[str, Any]) -> dict[str, Any]:
+def _branch(state: Mapping[str, Any]) -> dict[str, Any]:
     """λ and the ratio, in all and by layer."""
     layers: Sequence[int] = state.get("layers") or range(len(state["lam"]))
     by_layer = list(zip(layers, state["lam"], state["ratio"], strict=True))

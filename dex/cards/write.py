@@ -12,13 +12,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dex import __version__
 from dex.cards.base import base_of
-from dex.cards.evaluation import Score, read_evaluation
+from dex.cards.evaluation import Evaluation, Score, read_evaluation
 from dex.cards.facts import FACTS, Facts, Told, read_facts
 from dex.cards.folder import Folder
 from dex.cards.front_matter import README, FrontMatter, parse_front_matter, read_card
 from dex.cards.head import ORDER, head_of
 from dex.cards.kind import ADAPTERS, Kind, kind_of, read_json
 from dex.cards.licence import copy_licence_files, duties_of, write_notice
+from dex.cards.records import check_records
 from dex.cards.view import view_of
 from dex.errors import DexError
 from dex.evaluation.tables import interval
@@ -37,27 +38,33 @@ def write_card(
     *,
     made_from: str | None = None,
     told: Told | None = None,
+    evaluation: Evaluation | None = None,
     force: bool = False,
 ) -> FrontMatter:
     """Write README.md and card.json of a folder, with the base's licence files; returns the card's head.
 
     source: the model that the folder was made of; without it, the one that the folder names. made_from: the adapter,
     a folder or a Hub id, whose licence files go with it too. told: what no file says; see `told_to`.
+    evaluation: what takes the place of evaluation.json.
 
-    Raises DexError for a folder that dex did not make, and, unless `force`, for a card that was edited by hand.
+    Raises DexError for a folder that dex did not make or whose records are damaged, and, unless `force`, for a card
+    that was edited by hand.
     """
     kind = kind_of(folder)
+    check_records(folder, kind)
     if not force:
         refuse_edited(folder)
     lock = read_lock(folder)
     facts = _facts(folder, kind, lock, source)
     if told is not None:
         facts = facts.model_copy(update={"told": facts.told.updated(told)})
-    text = _render(Folder(folder, kind, facts, lock, read_evaluation(folder)))
+    text = _render(Folder(folder, kind, facts, lock, evaluation or read_evaluation(folder)))
     front = parse_front_matter(text, str(folder / README))
-    facts.write(folder)
     _bring_licence(folder, front, [made_from, source])
     write_whole(folder / README, _marked(text))
+    if evaluation is not None:  # these after the card: if it cannot be written, they are those of the one before
+        evaluation.write(folder)
+    facts.write(folder)
     return front
 
 

@@ -36,6 +36,20 @@ def refuse_what_gguf_cannot_hold(config: PretrainedConfig, model: str) -> None:
     if config.hidden_act != "silu":
         raise DexError(f"{model} has the activation {config.hidden_act!r}; llama.cpp's {config.model_type} has silu.")
     _refuse_rope(config, model)
+    _refuse_sizes(config, model)
+
+
+def _refuse_sizes(config: PretrainedConfig, model: str) -> None:
+    for name in ("vocab_size", "intermediate_size", "max_position_embeddings"):
+        size = getattr(config, name)
+        if not isinstance(size, int) or not 0 < size < 2**32:
+            raise DexError(f"{name} in the config.json of {model} is {size!r}, which is no size; mend it.")
+    padding = config.pad_token_id
+    if padding is not None and not -config.vocab_size <= padding < config.vocab_size:
+        raise DexError(
+            f"pad_token_id in the config.json of {model} is {padding}, outside of vocab_size {config.vocab_size}; "
+            "mend the one that is wrong."
+        )
 
 
 def _refuse_rope(config: PretrainedConfig, model: str) -> None:

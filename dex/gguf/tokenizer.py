@@ -8,10 +8,12 @@ wrong name gives other tokens without a word.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import gguf
+import jinja2
 from tokenizers import models
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -31,6 +33,9 @@ PRE_TOKENIZERS: dict[tuple[Step, ...], str] = {
     (_GPT2,): "gpt-2",
 }
 WHOLE_WORDS_FIRST = "llama-bpe"  # for this name llama.cpp takes a word that is a token whole, whatever the merges say
+
+_JINJA = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # parses only; transformers has these too
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 NFC_NOTE = "llama.cpp does not normalise text to NFC as this tokenizer does: decomposed letters become other tokens"
 
@@ -68,6 +73,7 @@ def read_vocabulary(
         raise DexError(f"The tokenizer of {model} has no tokenizer.json; save it with transformers' fast tokenizer.")
     parts = json.loads(backend.to_str())
     _refuse_unusual(parts, model)
+    _refuse_templates(tokenizer.chat_template, model)
     tokens, types = _tokens(tokenizer, parts, config.vocab_size, model)
     add_bos, add_eos = _added_ends(tokenizer, model)
     common: dict[str, Any] = {
@@ -124,6 +130,18 @@ def _refuse_unusual(parts: dict[str, Any], model: str) -> None:
                 f"The token {token['content']!r} of {model} has {set_[0]} set, which llama.cpp does not do; its text "
                 "would become other tokens."
             )
+
+
+def _refuse_templates(given: str | dict[str, str] | None, model: str) -> None:
+    """Raise DexError for a chat template that nothing can use; `generation` marks text for training alone."""
+    for template in given.values() if isinstance(given, dict) else [given or ""]:
+        if "\0" in template:
+            raise DexError(f"The chat template of {model} has a NUL character in it; mend it, or remove it.")
+        try:
+            _JINJA.parse(_GENERATION.sub("", template))
+        except jinja2.TemplateSyntaxError as error:
+            reason = f"line {error.lineno}: {error.message}".rstrip(".")
+            raise DexError(f"The chat template of {model} is none ({reason}); mend it, or remove it.") from error
 
 
 def _tokens(
@@ -245,10 +263,14 @@ def _special_ids(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else config.pad_token_id
     others = {"bos": bos, "unk": tokenizer.unk_token_id, "pad": pad}
     found |= {name: token_id for name, token_id in others.items() if token_id is not None}
-    outside = [name for name, token_id in found.items() if not 0 <= token_id < config.vocab_size]
+    outside = [name for name, token_id in found.items() if not _is_id(token_id, config.vocab_size)]
     if outside:
-        raise DexError(f"The {outside[0]} token of {model} is {found[outside[0]]}, outside of its vocabulary.")
+        raise DexError(f"The {outside[0]} token of {model} is {found[outside[0]]!r}, which its vocabulary has not.")
     return found
+
+
+def _is_id(token_id: object, size: int) -> bool:
+    return isinstance(token_id, int) and 0 <= token_id < size
 
 
 def _own_first(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[int]:

@@ -119,8 +119,20 @@ def read_published(path: Path) -> Published:
             f"card first: dex card {path}."
         )
     taken = {*weights, *others}
-    _refuse_secrets(path, others)
+    for name in others:
+        refuse_secrets(path / name, (path / name).read_bytes())
     return Published(path, kind, weights, others, [name for name in present if name not in taken])
+
+
+def refuse_uncertified(path: Path, lock: Lock | None) -> None:
+    """Raise DexError for a folded model without the certificate that its fold was given, passed."""
+    there = (path / CERTIFICATE).is_file()
+    certificate = read_json(path / CERTIFICATE) if there else None
+    made = lock.fold.certificate if lock is not None and lock.fold is not None else certificate
+    if made is not None and (certificate != made or made.get("passed") is not True):
+        raise DexError(
+            f"{path / CERTIFICATE} is not the certificate that the fold was given, or it did not pass; put that back, or fold again."
+        )
 
 
 def refuse_changed(published: Published, lock: Lock, hashes: dict[str, str]) -> None:
@@ -209,10 +221,8 @@ def _files_in(path: Path) -> list[str]:
     return names
 
 
-def _refuse_secrets(path: Path, names: list[str]) -> None:
+def refuse_secrets(file: Path, content: bytes) -> None:
     """A token in a card or a configuration would be published with it."""
     token = get_token()
-    for name in names:
-        content = (path / name).read_bytes()
-        if _TOKEN.search(content) or (token and token.encode() in content):
-            raise DexError(f"{path / name} has an access token of the Hub in it; remove it, and revoke the token.")
+    if _TOKEN.search(content) or (token and token.encode() in content):
+        raise DexError(f"{file} has an access token of the Hub in it; remove it, and revoke the token.")

@@ -20,6 +20,9 @@ from dex.lock import LOCK
 
 MAIN = "main"
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_BRANCH = re.compile(
+    r"(?!.*(\.\.|//|/\.|\.lock\b))[A-Za-z0-9_][A-Za-z0-9_./-]{0,199}(?<![./])"
+)  # what git and URLs take
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ class Repository:
 
 def read_repository(api: HfApi, repo_id: str, revision: str | None) -> Repository:
     """What is there now. Raises DexError for a revision that cannot be pushed to."""
-    branch = revision or MAIN
+    branch = MAIN if revision is None else revision
+    if not branch.startswith("refs/") and not _BRANCH.fullmatch(branch):
+        _refuse_no_branch(branch)
     with refusals_explained(repo_id, "looking at what is there"):
         try:
             info = api.model_info(repo_id)
@@ -105,7 +110,7 @@ def refuse_replacing(repository: Repository, is_adapter: bool, of_another: bool,
 
 
 def _refuse_no_branch(branch: str) -> None:
-    if branch.startswith("refs/") or _COMMIT.fullmatch(branch):
+    if branch.startswith("refs/") or _COMMIT.fullmatch(branch) or not _BRANCH.fullmatch(branch):
         raise DexError(f"--revision {branch} is no name of a branch, and a push needs one; give a branch.")
 
 
@@ -139,4 +144,5 @@ def _is_pushed_by_dex(repository: Repository) -> bool:
             card = RepoCard(Path(path).read_text(encoding="utf-8"), ignore_metadata_errors=True)
         except (ValueError, UnicodeDecodeError):
             return False
-    return "dex" in (card.data.get("tags") or [])
+    tags = card.data.get("tags")
+    return isinstance(tags, list) and "dex" in tags

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from huggingface_hub import get_token
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 
 from dex.errors import DexError
 
@@ -33,7 +34,9 @@ def refusals_explained(repo_id: str, doing: str, may_propose: bool = False) -> I
 
 def explain(repo_id: str, doing: str, error: BaseException, may_propose: bool = False) -> str:
     cause = _cause(error)
-    if isinstance(cause, HfHubHTTPError):
+    if (
+        isinstance(cause, HTTPError) and getattr(cause, "response", None) is not None
+    ):  # also one that is no HfHubHTTPError
         return _refused(repo_id, doing, cause, may_propose)
     if isinstance(cause, HTTPError | ConnectionError):
         return f"The Hub could not be reached while {doing} ({_line(str(cause), cause)}); {AGAIN}."
@@ -49,7 +52,7 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _refused(repo_id: str, doing: str, error: HfHubHTTPError, may_propose: bool) -> str:
+def _refused(repo_id: str, doing: str, error: Any, may_propose: bool) -> str:
     status = error.response.status_code
     said = _said(error)
     if status == 401 and not isinstance(error, RepositoryNotFoundError):
@@ -73,7 +76,7 @@ def _refused(repo_id: str, doing: str, error: HfHubHTTPError, may_propose: bool)
     return f"The Hub refused {repo_id} while {doing} ({status}: {said})."
 
 
-def _said(error: HfHubHTTPError) -> str:
+def _said(error: Any) -> str:
     """What the Hub gave as its reason."""
     message = getattr(error, "server_message", None) or error.response.headers.get("X-Error-Message")
     return _line(message or "no reason given", error)

@@ -14,6 +14,7 @@ from dex.cards.front_matter import README, is_hub_id
 from dex.cards.kind import ADAPTERS, Kind, kind_of
 from dex.cards.languages import is_language
 from dex.cards.licence import KNOWN, leads_to_licence, nearest
+from dex.cards.records import check_records
 from dex.cards.write import named_source, refuse_edited
 from dex.console import say
 from dex.errors import DexError
@@ -43,6 +44,7 @@ def write_card(
     """
     path = Path(folder)
     kind = kind_of(path)
+    check_records(path, kind)
     if not force:
         refuse_edited(path)
     languages = [language] if isinstance(language, str) else language
@@ -51,9 +53,7 @@ def write_card(
     places = [Path(results)] if isinstance(results, str | Path) else [Path(place) for place in results]
     evaluation: Evaluation | None = evaluation_of(path, places, base_model) if places else None
     source = None if read_facts(path) else _with_its_card(named_source(path, kind, read_lock(path)))
-    if evaluation is not None:
-        evaluation.write(path)
-    front = render(path, source, told=told, force=True)
+    front = render(path, source, told=told, evaluation=evaluation, force=True)
     return {"path": str(path / README), "evaluated": (path / EVALUATION).exists(), "front_matter": front.to_dict()}
 
 
@@ -79,7 +79,7 @@ def _told(
         raise DexError("A licence `other` needs a name and a link (a URL, or a file of the folder); give both.")
     if license not in (None, "other") and (name is not None or link is not None):
         raise DexError(f"The licence {license} has its name and link on the Hub; leave out yours, or use `other`.")
-    if base_model is not None and not is_hub_id(base_model):
+    if base_model is not None and not (is_hub_id(base_model) and "/" in base_model):
         raise DexError(f"{base_model!r} is no id of a model on the Hub; give organisation/name.")
     if odd := [code for code in language if not is_language(code)]:
         raise DexError(f"{odd[0]!r} is no code of a language; give an ISO 639 code, such as en.")

@@ -195,6 +195,8 @@ def dial(
     say(f"the text is the held-out part of {place}")
     evaluated = load_evaluated(adapter, "", "auto", batch_size)
     held_out, blocks = _held_out_part(found, evaluated)
+    if recipe is None:
+        _refuse_other_text(Path(adapter), held_out)
     measured = [_at(scale, evaluated, held_out, blocks) for scale in chosen]
     made = Dial(
         adapter=evaluated.identity,
@@ -238,6 +240,16 @@ def _recipe_of(adapter: Path, given: Recipe | str | Path | None) -> tuple[Recipe
         f"Which text was held out from {adapter} is not known: it has no {LOCK}, and there is no {RECIPE} beside it; "
         "name the recipe with --recipe."
     )
+
+
+def _refuse_other_text(adapter: Path, held_out: HeldOut) -> None:
+    """What is held out of changed data may be what the adapter was trained on."""
+    lock = read_lock(adapter)
+    if lock is not None and lock.data.held_out != held_out.fingerprint:
+        raise DexError(
+            f"The data of {adapter / LOCK} changed since: its held-out part is not the one that the run had, and may "
+            "be text that was trained on; put the former data back, or name a recipe of other text with --recipe."
+        )
 
 
 def _held_out_part(recipe: Recipe, evaluated: Evaluated) -> tuple[HeldOut, list[HeldOutBlock]]:

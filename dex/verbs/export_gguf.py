@@ -7,16 +7,17 @@ read it back, and every tensor and the greedy tokens were compared.
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from dex.cards.front_matter import glean_front_matter
+from dex.cards.kind import read_json
 from dex.console import say
 from dex.errors import DexError
 from dex.models import ANY, ModelSource, load_config, load_model, load_tokenizer
 from dex.output import refuse_to_overwrite_file, whole_file
+from dex.settings import shown
 
 
 def export_gguf(
@@ -36,6 +37,8 @@ def export_gguf(
     from dex.gguf.tensors import plan_tensors, refuse_values
     from dex.gguf.tokenizer import read_vocabulary
 
+    if (folder / "config.json").exists():
+        read_json(folder / "config.json")  # one that cannot be read is said here
     config = load_config(str(folder), families=ANY)
     refuse_what_gguf_cannot_hold(config, str(folder))
     plan = plan_tensors(config, dtype, str(folder))
@@ -89,11 +92,11 @@ def _refuse_arguments(folder: Path, output: Path, dtype: str, force: bool) -> No
 def _ends_of_text(folder: Path) -> list[int]:
     """The end-of-text tokens of generation_config.json, which models have beside their tokenizer's."""
     file = folder / "generation_config.json"
-    try:
-        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise DexError(f"{file} is no JSON object; mend it, or remove it.") from error
-    return [ends] if isinstance(ends, int) else list(ends or ())
+    given = read_json(file).get("eos_token_id") if file.exists() else None
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    if odd := [end for end in ends if isinstance(end, bool) or not isinstance(end, int)]:
+        raise DexError(f"{file} has the eos_token_id {shown(odd[0])}, no id of a token; mend it, or remove it.")
+    return ends
 
 
 def _refuse_without_room(output: Path, needed: int) -> None:

@@ -80,6 +80,8 @@ def fold_at_scales(
 
     Returns the certificates by the names of their folders. Those that are written stay where a later one fails.
     """
+    if not scales:
+        raise DexError("No scale was given; name one or more.")
     names = [f"lambda-{scale_name(scale)}" for scale in scales]
     if again := [name for name in names if names.count(name) > 1]:
         raise DexError(f"The scale {again[0].removeprefix('lambda-')} is given twice; each is folded once.")

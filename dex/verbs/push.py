@@ -25,7 +25,7 @@ from dex.errors import DexError
 from dex.hub.account import sign_in
 from dex.hub.difference import Difference, compare_with, files_to_go, hash_published
 from dex.hub.download import verify_commit
-from dex.hub.folder import read_published, refuse_changed
+from dex.hub.folder import read_published, refuse_changed, refuse_secrets, refuse_uncertified
 from dex.hub.paths import refuse_paths
 from dex.hub.repository import (
     Repository,
@@ -104,8 +104,9 @@ def push(
     _refuse_idle(margin, require_no_regression, verify, dry_run, commit_message)
     path = Path(folder)
     published = read_published(path)
-    check_card(path, repo)
+    card = _checked_card(path, repo)
     lock = read_lock(path)
+    refuse_uncertified(path, lock)
     refuse_paths(published, with_paths)
     api = HfApi(library_name="dex", library_version=__version__)
     account = sign_in(api, repo)
@@ -117,8 +118,15 @@ def push(
         refuse_replacing(there, published.is_adapter, of_another, deleted)
     _let_the_hub_check(path, repo)
     files = hash_published(published)
+    for file in files:
+        if file.content is not None:  # what goes up, which may have changed since the folder was looked at
+            refuse_secrets(file.path, file.content)
     if lock is not None:
         refuse_changed(published, lock, {file.name: file.sha256 for file in files})
+    if next(file.content for file in files if file.name == README) != card:
+        raise DexError(
+            f"{path / README} changed while it was checked, and nothing was uploaded; run the command again."
+        )
     identities = Identities(path)
     _refuse_other_evaluation(path, identities)
     if require_no_regression is not None:
@@ -152,6 +160,12 @@ def push(
         verify_commit(repo, commit, files)
     url = f"{seen.url}/commit/{commit}"
     return replace(seen, commit=commit, url=url, pull_request=pull_request, created=created, verified=verify)
+
+
+def _checked_card(folder: Path, repo: str) -> bytes:
+    """The card, as it was when it was checked."""
+    check_card(folder, repo)
+    return (folder / README).read_bytes()
 
 
 def _refuse_idle(

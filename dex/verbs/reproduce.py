@@ -28,6 +28,7 @@ from dex.evaluation.tables import interval
 from dex.lock import (
     LOCK,
     WEIGHTS,
+    Branch,
     Files,
     Lock,
     LockedFold,
@@ -83,7 +84,7 @@ def reproduce(
     recipe = _recipe_of(lock, folder, output)
     on_first(lambda: _refuse_what_is_gone(lock))
     check_settings(recipe)
-    on_first(lambda: _open(output, str(folder), lock, force))
+    opened = on_first(lambda: _open(output, str(folder), lock, force))
     differing = _differences(lock)
     for line in (*map(str, differing), *_notes(lock)):
         say(line)
@@ -91,7 +92,8 @@ def reproduce(
         try:
             result = train(recipe, force=force, like=lock)
         except DexError:
-            on_first(lambda: _close(output))
+            if opened:
+                on_first(lambda: _close(output))
             raise
     if not result.get("finished", True):
         return {**result, "go_on": f"dex reproduce {folder} -o {output}"}
@@ -136,14 +138,19 @@ def _refuse_what_is_gone(lock: Lock) -> None:
             )
 
 
-def _open(output: Path, folder: str, lock: Lock, force: bool) -> None:
-    """Take the output, or go on in it; what --force replaces is deleted when its successor is there."""
+def _open(output: Path, folder: str, lock: Lock, force: bool) -> bool:
+    """Take the output, or go on in it; what --force replaces is deleted when its successor is there.
+
+    Returns whether it was taken by this call: another one may be at work in it.
+    """
     refuse_output_over(output, folder)
     original = output / ORIGINAL
-    if not original.is_file() or read_lock_file(original) != lock:
+    taken = original.is_file()
+    if not taken or read_lock_file(original) != lock:
         refuse_to_overwrite(output, force, ORIGINAL)
         (output / REPRODUCTION).unlink(missing_ok=True)  # the verdict on another lock
     write_json(original, lock.to_dict())
+    return not taken
 
 
 def _close(output: Path) -> None:
@@ -179,9 +186,10 @@ def _differences(lock: Lock) -> list[Difference]:
 
 
 def _notes(lock: Lock) -> list[str]:
-    commit = lock.environment["commit"]
-    changed = commit is not None and commit.endswith("+")
-    return [f"the code of the original was not quite that of commit {commit[:-1]}: files differed"] if changed else []
+    commit = lock.environment["commit"] or ""
+    if not commit.endswith("+"):
+        return []
+    return [f"the code of the original was not quite that of commit {commit[:-1]}: files differed"]
 
 
 # After it
@@ -263,7 +271,7 @@ def compare_losses(then: LockedResult, now: LockedResult) -> dict[str, Any]:
     }
 
 
-def compare_lam(then: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
+def compare_lam(then: Branch | None, now: Branch | None) -> dict[str, Any] | None:
     """λ of every layer with a branch, then and now, and the largest distance; None for a run without a branch."""
     if then is None or now is None:
         return None
@@ -290,7 +298,8 @@ def judge(
     bounds = [difference.mean if bound is None else bound for bound in (difference.low, difference.high)]
     distance = lam["largest_difference"] if lam else 0.0
     within = max(map(abs, bounds)) <= margin and distance <= LAM_MARGIN
-    measured = f"held-out loss − the original's is {interval(difference, sign=True)} nats"
+    measured = f"{' and '.join(weights)} do not have the hashes of the lock; "
+    measured += f"held-out loss − the original's is {interval(difference, sign=True)} nats"
     if lam:
         measured += f", and λ differs by at most {distance:.2g}"
     return (f"the same within {margin:g} nats" if within else DIFFERENT), measured

@@ -24,7 +24,7 @@ from dex.evaluation.paired import Interval
 from dex.evaluation.records import Record
 from dex.evaluation.tables import interval
 from dex.heads import HeadPlan
-from dex.lock import LOCK, BlockScore, Cursor, Lock, LockedData, LockedResult, refuse_other_inputs
+from dex.lock import LOCK, BlockScore, Cursor, Environment, Lock, LockedData, LockedResult, refuse_other_inputs
 from dex.loss import refuse_without_liger
 from dex.methods.dex import PlannedHeads
 from dex.models import ANY, SUPPORTED, LoadedModel, load_model, use_chat_template
@@ -280,7 +280,7 @@ def _lock(
         data=LockedData(**inputs["data"], report=result["data"], cursor=cursor),
         heads=plan.model_dump() if plan else None,
         environment=result["environment"],
-        earlier=earlier_environments(run, result["environment"]),
+        earlier=[Environment(**each) for each in earlier_environments(run, result["environment"])],  # type: ignore[typeddict-item]
         result=LockedResult(**figures, losses=losses),
         files={},  # there are none yet
     )
