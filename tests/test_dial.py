@@ -283,7 +283,12 @@ def test_the_command_adds_scale_1_and_says_so(folder: Path) -> None:
 
 def test_the_recipe_is_the_locks_before_the_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(folder / "recipe.yaml", ["data.held_out_tokens=64"])
-    monkeypatch.setattr(module, "read_lock", lambda place: SimpleNamespace(recipe=recipe.model_dump(mode="json")))
+    data = SimpleNamespace(held_out="of other data")
+    lock = SimpleNamespace(recipe=recipe.model_dump(mode="json"), data=data)
+    monkeypatch.setattr(module, "read_lock", lambda place: lock)
+    with pytest.raises(DexError, match="changed since"):
+        dial(folder / "adapter", scales=[0.0])
+    data.held_out = dial(folder / "adapter", recipe=recipe, scales=[0.0]).held_out["fingerprint"]
     made = dial(folder / "adapter", scales=[0.0])
     assert made.recipe == str(folder / "adapter" / "dex.lock")
     assert made.held_out["documents"] == 1

@@ -101,6 +101,34 @@ def test_a_lock_says_what_the_run_says(made: Path) -> None:
     assert lock.environment["threads"] >= 1
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        (("environment",), {}, "environment.commit"),
+        (("environment", "threads"), 0, "environment.threads"),
+        (("result", "branch"), {}, "result.branch.layers"),
+        (("heads",), {}, "version|model"),
+        (("data", "revisions"), [], "data.revisions"),
+        (("data", "cursor", "seed"), 7, "data.cursor.seed 7"),
+        (("data", "cursor", "tokens"), 99, "data.cursor.tokens 99"),
+        (("fold", "text"), {}, "fold.text.source"),
+        (("fold", "lambda_scale"), float("nan"), "fold.lambda_scale"),
+        (("fold", "environment"), {}, "fold.environment.commit"),
+    ],
+)
+def test_a_lock_that_was_edited_is_named_before_any_work(
+    locked: Path, place: tuple[str, ...], value: Any, named: str
+) -> None:
+    values = text_of(locked)
+    inner = values
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (locked / LOCK).write_text(json.dumps(values))
+    with pytest.raises(DexError, match=named):
+        read_lock(locked)
+
+
 def test_the_recipe_of_a_lock_is_the_run_s_with_every_default(made: Path) -> None:
     lock = lock_in(made / "run")
     again = parse_recipe("\n".join(yaml_lines(lock.recipe)), "lock")

@@ -365,9 +365,10 @@ def lock_of(folder: Path) -> dict[str, Any]:
     """dex.lock of a folded folder."""
     model = {"id": BASE, "revision": None, "commit": None, "fingerprint": "0" * 16, "content": None}
     interval = {"mean": 1.0, "low": None, "high": None}
+    environment = {"commit": None, "packages": {}, "device": "CPU, 1 threads", "threads": 1}
     return {
         "schema": 1,
-        "recipe": {},
+        "recipe": {"run": {"seed": 0, "tokens": 1}},
         "model": model,
         "data": {
             "revisions": [],
@@ -377,7 +378,7 @@ def lock_of(folder: Path) -> dict[str, Any]:
             "cursor": {"tokens": 1, "steps": 1, "blocks": 1, "seed": 0},
         },
         "heads": None,
-        "environment": {},
+        "environment": environment,
         "result": {
             "method": "dex",
             "tokens": 1,
@@ -390,10 +391,10 @@ def lock_of(folder: Path) -> dict[str, Any]:
         },
         "files": {"adapter_model.safetensors": "0" * 64},
         "fold": {
-            "text": {},
+            "text": {"source": "pydoc"},
             "lambda_scale": 1.0,
-            "certificate": {},
-            "environment": {},
+            "certificate": json.loads((folder / "certificate.json").read_text()),
+            "environment": environment,
             "files": hash_files(folder),
         },
     }

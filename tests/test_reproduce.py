@@ -162,7 +162,11 @@ def test_what_differs_from_the_original_s_machine_is_said_and_equality_is_not_as
     relock(again / "folded", lambda values: values["files"].update({ADAPTER: "0" * 64}), again / "out")
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0, done.stderr
-    assert "the same within 0.01 nats: held-out loss − the original's is +0.0000 [+0.0000, +0.0000]" in done.stdout
+    assert "the same within 0.01 nats: " in done.stdout
+    assert (
+        "do not have the hashes of the lock; held-out loss − the original's is +0.0000 [+0.0000, +0.0000]"
+        in done.stdout
+    )
 
 
 def test_other_losses_elsewhere_are_different(again: Path) -> None:

@@ -131,7 +131,8 @@ def refuse_uncertified(path: Path, lock: Lock | None) -> None:
     made = lock.fold.certificate if lock is not None and lock.fold is not None else certificate
     if made is not None and (certificate != made or made.get("passed") is not True):
         raise DexError(
-            f"{path / CERTIFICATE} is not the certificate that the fold was given, or it did not pass; put that back, or fold again."
+            f"{path / CERTIFICATE} is not the certificate that the fold was given, or it did not pass; put that "
+            "back, or fold again."
         )
 
 
