@@ -280,6 +280,49 @@ def test_a_pull_request_is_opened_once(me: HubServer, folder: Path, folders: Pat
     assert len(me.repos["models", "someone/model"].pull_requests) == 1
 
 
+@pytest.mark.parametrize("certificate", ['{"passed": false}', "{}", None])
+def test_a_fold_without_its_certificate_is_not_published(
+    me: HubServer, folder: Path, certificate: str | None
+) -> None:
+    (folder / LOCK).write_text(json.dumps(lock_of(folder)))
+    place = folder / "certificate.json"
+    place.write_text(certificate) if certificate else place.unlink()
+    assert "certificate.json is not" in refusal(folder)
+    assert writes(me) == []
+
+
+@pytest.mark.parametrize("tags", ["indexing", "5", "{a: dex}"])
+def test_a_card_whose_tags_only_look_like_ours_is_someone_s_own(me: HubServer, folder: Path, tags: str) -> None:
+    me.add_model(REPO, {"config.json": b"{}", "README.md": f"---\ntags: {tags}\n---\n".encode()})
+    assert "another model" in refusal(folder)
+    assert writes(me) == []
+
+
+@pytest.mark.parametrize("name", ["a b", "v1/../x", "-x", "", "x/", "é", "x" * 300, "v1.lock"])
+def test_a_branch_that_git_would_refuse_is_refused_before_anything_is_uploaded(
+    me: HubServer, folder: Path, name: str
+) -> None:
+    push(folder, REPO)
+    before = len(me.requests)
+    assert "is no name of a branch" in refusal(folder, revision=name)
+    assert not [request for request in me.requests[before:] if "preupload" in request or "/branch/" in request]
+
+
+def test_a_token_written_into_the_card_while_it_is_checked_is_not_published(
+    me: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: Any) -> None:
+        with (folder / "README.md").open("a") as file:
+            file.write(TOKEN)
+
+    monkeypatch.setattr(verb, "_let_the_hub_check", slow)
+    assert "access token" in refusal(folder)
+    monkeypatch.setattr(verb, "_let_the_hub_check", lambda *_: (folder / "README.md").write_text(CARD + "another"))
+    (folder / "README.md").write_text(CARD)
+    assert "changed while it was checked" in refusal(folder)
+    assert writes(me) == []
+
+
 def test_a_dry_run_says_what_would_go_up_and_writes_nothing(me: HubServer, folders: Path) -> None:
     seen = push(folders / "folded", REPO, dry_run=True)
     assert seen.uploaded == {name: len(content) for name, content in files_in(folders / "folded").items()}
