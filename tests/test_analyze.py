@@ -15,12 +15,13 @@ from test_fold import trained_adapter
 from tiny import tiny_diff_v2, tiny_tokenizer, write_tiny
 from tokenizers import AddedToken
 
-from dex.analysis import room, texts, verb
+from dex.analysis import room, texts
 from dex.analysis.records import ModelReport, Report
 from dex.analysis.sections import SECTIONS
 from dex.analysis.subject import SETTINGS
 from dex.errors import DexError, NotFinite
 from dex.models import load_model
+from dex.verbs import analyze as verb
 from dex.verbs.fold import fold
 
 SMALL = SETTINGS.block(length=64, sequences=3, held_out=0.0)

@@ -51,7 +51,8 @@ def test_a_fresh_model_of_any_layout_trains_and_its_folder_is_a_model(tmp_path: 
     assert model.config.use_cache  # the Trainer turns it off
     with torch.no_grad():
         assert torch.isfinite(model(tokens()).logits).all()
-    assert f"| optimiser steps | {result['steps']} |" in (tmp_path / "run" / "model" / "README.md").read_text()
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert f"| tokens, optimiser steps | {result['tokens']:,}, {result['steps']:,} |" in card
 
 
 def test_only_what_the_list_names_moves(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def refuse_other_base(adapter: Path, base_model: str) -> None:
 def _check_licence(folder: Path, front: FrontMatter) -> None:
     if front.license in (None, "unknown"):
         raise DexError(
-            f"{folder / README} has {'no license' if front.license is None else 'license unknown'}, and whoever "
-            "loads the model has to know what he may do with it; say which it is: "
+            f"{folder / README} has {'no license' if front.license is None else 'license unknown'}, and "
+            "whoever loads the model has to know what they may do with it; say which it is: "
             f"dex card {folder} --license apache-2.0, or --license other --license-name NAME --license-link LINK."
         )
     link = front.license_link
