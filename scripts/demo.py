@@ -80,7 +80,12 @@ def prepare_base(folder: Path) -> None:
 
 def train_one(name: str, recipe: Recipe) -> dict[str, Any]:
     say(f"— {NAMES[name]}")
-    return train(recipe)
+    result = train(recipe)
+    if not result.get("finished", True):
+        raise DexError(
+            f"{NAMES[name]}: {result['stopped']} after step {result['step']}; run the same command to go on."
+        )
+    return result
 
 
 def fold_once(adapter: Path, output: Path) -> dict[str, Any]:
