@@ -15,7 +15,8 @@ from forked import run_in_two
 from tiny import tiny_model, write_tiny
 
 from dex.data import HeldOutBlock
-from dex.evaluation.held_out import held_out_losses, summarise
+from dex.evaluation.held_out import TASK, BlockLoss, held_out_losses, records_of, summarise
+from dex.evaluation.records import Result, Task
 from dex.models import load_model
 from dex.recipe import Data, Source
 from dex.run_data import prepare_data
@@ -56,6 +57,13 @@ def test_the_mean_weighs_every_token_alike() -> None:
     expected = sum(block.loss * block.tokens for block in losses) / sum(block.tokens for block in losses)
     assert loss.mean == pytest.approx(expected)
     assert perplexity.mean == pytest.approx(math.exp(expected))
+
+
+def test_a_run_s_own_interval_is_that_of_its_records() -> None:
+    losses = [BlockLoss(document, 10 + document, 2.0 + document % 5) for document in range(12)]
+    records = records_of(losses, blocks(*[4] * 12))
+    result = Result("perplexity", "run", {}, {}, {TASK: Task("loss", higher_is_better=False)}, records)
+    assert summarise(losses)[0] == result.score(TASK)
 
 
 def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:

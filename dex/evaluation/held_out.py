@@ -100,7 +100,9 @@ def check_context(blocks: Blocks, context: int, model: str) -> None:
 
 def summarise(losses: Sequence[BlockLoss]) -> tuple[Interval, Interval]:
     """Mean loss per token and perplexity, each with its 95 % interval over documents."""
-    loss = mean_score([b.loss for b in losses], [b.tokens for b in losses], [b.document for b in losses])
+    # Documents by their names in records: in another order the bootstrap draws otherwise, and one loss would have two
+    # intervals, here and in `Result.score`.
+    loss = mean_score([b.loss for b in losses], [b.tokens for b in losses], [str(b.document) for b in losses])
     return loss, perplexity(loss)
 
 
