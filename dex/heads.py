@@ -19,7 +19,6 @@ scores, and a line in `CRITERIA`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import random
 import re
@@ -37,6 +36,7 @@ from transformers import PreTrainedModel
 
 from dex.errors import DexError
 from dex.output import refuse_to_overwrite_file, write_whole
+from dex.settings import did_you_mean
 from dex.stats import attention_entropy, evaluating, real_tokens_first
 
 Batch = Mapping[str, Tensor]
@@ -334,5 +334,4 @@ def _reason(error: ValidationError) -> str:
 
 def _nearest(location: tuple[Any, ...]) -> str:
     owner: Any = {"model": ModelIdentity, "data": DataIdentity}.get(str(location[0]), HeadPlan)
-    known = difflib.get_close_matches(str(location[-1]), owner.model_fields, n=1)
-    return f" (did you mean {known[0]}?)" if known else ""
+    return did_you_mean(str(location[-1]), owner.model_fields)

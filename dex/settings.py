@@ -159,8 +159,13 @@ def choice(literal: Any, null: bool = False) -> BeforeValidator:
 
 def one_of(given: str, words: list[str]) -> str:
     """The words there are, and which of them may have been meant."""
-    near = difflib.get_close_matches(given, words, n=1)
-    return f"one of {', '.join(words)}" + (f" (did you mean {near[0]}?)" if near else "")
+    return f"one of {', '.join(words)}{did_you_mean(given, words)}"
+
+
+def did_you_mean(given: str, words: Iterable[str]) -> str:
+    """The word that may have been meant, as the end of a clause; nothing where none is near."""
+    near = difflib.get_close_matches(given, sorted(words), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _yes_or_no(value: Any) -> bool:

@@ -19,9 +19,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from ruamel.yaml import YAML
 
 from dex.cards.languages import is_language
-from dex.cards.licence import KNOWN, nearest
+from dex.cards.licence import KNOWN
 from dex.errors import DexError
-from dex.settings import KeyPath, Problem, choice, clash, expected, shown
+from dex.settings import KeyPath, Problem, choice, clash, did_you_mean, expected, shown
 from dex.settings_file import SettingsFile, dotted
 
 README = "README.md"
@@ -52,7 +52,7 @@ def _language(value: Any) -> str:
 
 def _licence(value: Any) -> str:
     if not isinstance(value, str) or value not in KNOWN:
-        near = nearest(str(value)[:100])
+        near = did_you_mean(str(value)[:100], KNOWN)
         raise expected(f"a licence that the Hub knows, or `other` with license_name,{near}")
     return value
 

@@ -6,7 +6,6 @@ What is here are facts about them, and the short lines that they want to be disp
 
 from __future__ import annotations
 
-import difflib
 import re
 import shutil
 from dataclasses import dataclass
@@ -108,12 +107,6 @@ def duties_of(licence: str | None, name: str | None) -> Duties | None:
     """What a licence asks for; None for one that asks nothing of what dex checks."""
     key = name if licence == "other" else licence
     return DUTIES.get((key or "").lower())
-
-
-def nearest(licence: str) -> str:
-    """The known one that may have been meant, as the end of a sentence's clause."""
-    near = difflib.get_close_matches(licence, sorted(KNOWN), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def copy_licence_files(origin: Path, folder: Path) -> None:

@@ -13,13 +13,14 @@ from dex.cards.facts import Licence, Told, read_facts
 from dex.cards.front_matter import README, is_hub_id
 from dex.cards.kind import ADAPTERS, Kind, kind_of
 from dex.cards.languages import is_language
-from dex.cards.licence import KNOWN, leads_to_licence, nearest
+from dex.cards.licence import KNOWN, leads_to_licence
 from dex.cards.records import check_records
 from dex.cards.write import named_source, refuse_edited
 from dex.console import say
 from dex.errors import DexError
 from dex.lock import read_lock
 from dex.models import ANY, EMBEDDED, ModelSource, card_folder, load_outline
+from dex.settings import did_you_mean
 from dex.verbs.card_evaluation import evaluation_of
 
 
@@ -71,7 +72,7 @@ def _told(
     if license is None and (name is not None or link is not None):
         raise DexError("A licence's name or link has no effect without the licence; add --license other.")
     if license is not None and license not in KNOWN:
-        near = nearest(license)
+        near = did_you_mean(license, KNOWN)
         raise DexError(
             f"{license!r} is no licence that the Hub knows{near}; give one, or `other` with a name and a link."
         )
