@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_fold import trained_adapter
-from tiny import tiny_model, tokens
+from tiny import move_trainables, tiny_model, tokens
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
@@ -43,10 +43,7 @@ def attached(family: str = "llama", dtype: torch.dtype = torch.float32, **option
     torch.manual_seed(1)
     given = {"heads": [[0, 2], [1], [0, 1, 3]], "schedule": "land", "anneal_steps": 4, **options}
     model = get_peft_model(tiny_model(family, dtype=dtype), dex.DexConfig(task_type="CAUSAL_LM", **given)).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    move_trainables(model, 5)
     for layer in dex_outputs(model):
         layer.dex_step["default"].fill_(3)
     return model

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import tiny_tokenizer, tokens, write_tiny
+from tiny import move_trainables, tiny_tokenizer, tokens, write_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import dex
@@ -31,10 +31,7 @@ def trained_adapter(folder: Path, family: str = "llama", dtype: torch.dtype = to
     config = dex.DexConfig(task_type="CAUSAL_LM", heads=[[0, 2], [1], [0, 1, 3]], anneal_steps=4)
     config.base_model_name_or_path = base.source.id
     model = get_peft_model(base.model, config)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    move_trainables(model, 3)
     for layer in dex_outputs(model):
         layer.dex_step["default"].fill_(3)
     save_adapter(model, base, folder / "adapter")

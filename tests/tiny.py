@@ -121,6 +121,14 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 
 
+def move_trainables(model: torch.nn.Module, seed: int) -> None:
+    """Move every tensor of an adapter away from where it starts, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
 def tiny_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer: one token a byte, so that lengths are easy to reason about."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
