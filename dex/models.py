@@ -46,6 +46,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from dex.commit import is_commit
 from dex.errors import DexError
 from dex.layouts.registry import register_layouts
 from dex.tokenizer import without_truncation_or_padding
@@ -59,7 +60,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 NOT_QUANTISED = ("k_proj", "v_proj", "o_proj", "lm_head")
 
 SAMPLED = 64  # entries of each parameter that a fingerprint looks at, at least
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG_FILES = ["config.json", "adapter_config.json"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -473,7 +473,7 @@ def _commit_on_hub(model: str, revision: str | None) -> str | None:
     except HfHubHTTPError:
         raise
     except HTTPError:
-        if revision is None or not _COMMIT.fullmatch(revision):
+        if revision is None or not is_commit(revision):
             raise
         return None
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from dex.cards.facts import Base, Licence, read_facts
 from dex.cards.front_matter import glean_front_matter, is_hub_id, line_of
-from dex.cards.kind import kind_of, read_json
+from dex.cards.kind import kind_of
 from dex.cards.languages import is_language
 from dex.cards.licence import KNOWN, leads_to_licence
 from dex.errors import DexError
+from dex.json_object import read_json
 from dex.models import EMBEDDED, ModelSource, card_folder
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from dex.cards.evaluation import Evaluation
 from dex.cards.facts import Facts
-from dex.cards.kind import Kind, read_json
-from dex.lock import Lock
+from dex.cards.kind import Kind
+from dex.json_object import read_json
+from dex.lock import CERTIFICATE, Lock
 from dex.models import DIFF
 
 
@@ -29,7 +30,7 @@ class Folder:
         if self.lock is not None:
             return self.lock.result.method
         if self.kind == "folded":
-            return "dex" if read_json(self.path / "certificate.json")["branch"] else None
+            return "dex" if read_json(self.path / CERTIFICATE)["branch"] else None
         return {"adapter": "dex", "lora": "lora"}.get(self.kind)
 
     @cached_property

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dex.errors import DexError
+from dex.json_object import read_json
+from dex.lock import CERTIFICATE
 
 Kind = Literal["adapter", "lora", "folded", "layout", "fresh", "trained"]
 ADAPTERS: tuple[Kind, ...] = ("adapter", "lora")
@@ -24,19 +25,8 @@ def kind_of(folder: Path) -> Kind:
         return _ADAPTER_KINDS[method]
     if not (folder / "config.json").is_file():
         raise DexError(f"{folder} is no model (neither config.json nor adapter_config.json is there); name one.")
-    if (folder / "certificate.json").is_file():
+    if (folder / CERTIFICATE).is_file():
         return "folded"
     if (folder / "layout.json").is_file():
         return "layout" if "divergence" in read_json(folder / "layout.json") else "fresh"
     return "trained"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises DexError where the file holds none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DexError(f"{path} is damaged ({error}); make the folder again.") from error
-    if not isinstance(value, dict):
-        raise DexError(f"{path} is damaged (it holds no JSON object); make the folder again.")
-    return value

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dex.cards.kind import Kind, read_json
+from dex.cards.kind import Kind
 from dex.errors import DexError
+from dex.json_object import read_json
+from dex.lock import CERTIFICATE
 
 Numbers = Annotated[list[float], Field(min_length=1)]
 
@@ -113,7 +115,7 @@ class _Heads(_Used):
 _OF_KIND: dict[Kind, tuple[str, type[_Used]]] = {
     "adapter": ("adapter_config.json", _Dex),
     "lora": ("adapter_config.json", _Lora),
-    "folded": ("certificate.json", _Certificate),
+    "folded": (CERTIFICATE, _Certificate),
     "layout": ("layout.json", _Layout),
     "fresh": ("layout.json", _Fresh),
     "trained": ("config.json", _Trained),

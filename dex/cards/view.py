@@ -10,10 +10,12 @@ from safetensors import safe_open
 
 from dex.cards.facts import Facts
 from dex.cards.folder import Folder
-from dex.cards.kind import ADAPTERS, read_json
+from dex.cards.kind import ADAPTERS
 from dex.cards.licence import duties_of
 from dex.evaluation.paired import Interval
 from dex.evaluation.tables import interval
+from dex.json_object import read_json
+from dex.lock import CERTIFICATE
 from dex.recipe_yaml import yaml_lines
 
 Rows = list[tuple[str, str]]
@@ -24,7 +26,7 @@ def view_of(folder: Folder) -> dict[str, Any]:
     facts, lock = folder.facts, folder.lock
     licence = facts.licence
     duties = duties_of(licence.id, licence.name) if licence else None
-    certificate = _read(folder.path / "certificate.json")
+    certificate = _read(folder.path / CERTIFICATE)
     branch = certificate["branch"] if certificate else lock.result.branch if lock else None
     return {
         "kind": folder.kind,

@@ -17,17 +17,18 @@ from dex.cards.facts import FACTS, Facts, Told, read_facts
 from dex.cards.folder import Folder
 from dex.cards.front_matter import README, FrontMatter, parse_front_matter, read_card
 from dex.cards.head import ORDER, head_of
-from dex.cards.kind import ADAPTERS, Kind, kind_of, read_json
+from dex.cards.kind import ADAPTERS, Kind, kind_of
 from dex.cards.licence import copy_licence_files, duties_of, write_notice
 from dex.cards.records import check_records
 from dex.cards.view import view_of
+from dex.commit import is_commit
 from dex.errors import DexError
 from dex.evaluation.tables import interval
+from dex.json_object import read_json
 from dex.lock import Lock, read_lock
 from dex.models import ModelSource, card_folder, hub_errors_explained
 from dex.output import write_whole
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 # Of the text before it: a card whose text has another hash was edited by hand.
 _MARK = re.compile(r"\n<!-- written by dex; sha256 of the text above: ([0-9a-f]{64}) -->\n*$")
 
@@ -120,7 +121,7 @@ def named_source(folder: Path, kind: Kind, lock: Lock | None) -> ModelSource:
 def _source(name: object, revision: object) -> ModelSource:
     """Where an adapter says its base is; dex writes the commit as its revision."""
     given = None if revision is None else str(revision)
-    return ModelSource(str(name), given, given if given is not None and _COMMIT.fullmatch(given) else None)
+    return ModelSource(str(name), given, given if given is not None and is_commit(given) else None)
 
 
 def told_to(adapter: str) -> Told | None:

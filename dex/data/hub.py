@@ -11,13 +11,13 @@ import bz2
 import gzip
 import io
 import lzma
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from dex.commit import is_commit
 from dex.data.files import BrokenOff, DataFile, Kind, Place, Row, first_line, missing_column, rows_of_files
 from dex.errors import DexError
 
@@ -37,7 +37,7 @@ def pin(source: Source) -> Source:
 
     Raises DexError if the data set or revision does not exist, access is refused, or the Hub cannot be reached.
     """
-    if source.revision and re.fullmatch(r"[0-9a-f]{40}", source.revision):
+    if source.revision and is_commit(source.revision):
         return source
     from huggingface_hub import HfApi
 

@@ -12,20 +12,19 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dex.commit import is_commit
 from dex.errors import DexError
 
 ITEMS, TRAIN = "items", "train"  # the splits of local data
 # Those of the harness' own command: some tasks shuffle while they are loaded, and few-shot examples are drawn.
 RANDOM_SEED, NUMPY_SEED, FEWSHOT_SEED = 0, 1234, 1234
 NAMES_SHOWN = 3
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Known(NamedTuple):
@@ -116,7 +115,7 @@ def data_of(task: Any) -> dict[str, str | None]:
     if isinstance(dataset, _Splits):
         return {"file": dataset.identity}
     files = [Path(file["filename"]) for split in dataset.values() for file in split.cache_files]
-    commits = {file.parent.name for file in files if _COMMIT.fullmatch(file.parent.name)}  # as `datasets` lays them
+    commits = {file.parent.name for file in files if is_commit(file.parent.name)}  # as `datasets` lays them
     return {"id": task.get_config("dataset_path"), "commit": commits.pop() if len(commits) == 1 else None}
 
 

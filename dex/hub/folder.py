@@ -18,10 +18,11 @@ from dex.cards.base import base_on_hub
 from dex.cards.evaluation import EVALUATION
 from dex.cards.facts import FACTS
 from dex.cards.front_matter import README
-from dex.cards.kind import ADAPTERS, Kind, kind_of, read_json
+from dex.cards.kind import ADAPTERS, Kind, kind_of
 from dex.cards.licence import licence_files
 from dex.console import say
 from dex.errors import DexError
+from dex.json_object import read_json
 from dex.lock import CERTIFICATE, LOCK, Lock
 from dex.models import check_weight_files
 from dex.run_folder import RECIPE

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dex.cards.kind import read_json
 from dex.console import say
 from dex.errors import DexError
 from dex.hub.folder import Published
+from dex.json_object import read_json
 
 # Absolute, or in a home: all of a value, or somewhere in it, where one name alone is none. A URL has no path of ours.
 _PATH = re.compile(

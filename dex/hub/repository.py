@@ -44,12 +44,12 @@ def read_repository(api: HfApi, repo_id: str, revision: str | None) -> Repositor
     """What is there now. Raises DexError for a revision that cannot be pushed to."""
     branch = MAIN if revision is None else revision
     if not branch.startswith("refs/") and not _BRANCH.fullmatch(branch):
-        _refuse_no_branch(branch)
+        raise _no_branch(branch)
     with refusals_explained(repo_id, "looking at what is there"):
         try:
             info = api.model_info(repo_id)
         except RepositoryNotFoundError:
-            _refuse_no_branch(branch)
+            _refuse_no_new_branch(branch)
             return Repository(repo_id, branch, branch_exists=branch == MAIN)
         head = info.sha if branch == MAIN else _head_of(api, repo_id, branch)
         state = head or info.sha
@@ -109,9 +109,14 @@ def refuse_replacing(repository: Repository, is_adapter: bool, of_another: bool,
         )
 
 
-def _refuse_no_branch(branch: str) -> None:
-    if branch.startswith("refs/") or _COMMIT.fullmatch(branch) or not _BRANCH.fullmatch(branch):
-        raise DexError(f"--revision {branch} is no name of a branch, and a push needs one; give a branch.")
+def _refuse_no_new_branch(branch: str) -> None:
+    """Raise DexError for a branch that is not there and that nobody would make under this name."""
+    if branch.startswith("refs/") or _COMMIT.fullmatch(branch):
+        raise _no_branch(branch)
+
+
+def _no_branch(branch: str) -> DexError:
+    return DexError(f"--revision {branch} is no name of a branch, and a push needs one; give a branch.")
 
 
 def _head_of(api: HfApi, repo_id: str, branch: str) -> str | None:
@@ -126,7 +131,7 @@ def _head_of(api: HfApi, repo_id: str, branch: str) -> str | None:
         raise DexError(f"--revision {branch} is a tag of {repo_id}, and a push needs a branch; give one.")
     found = {each.name: each.target_commit for each in refs.branches}
     if branch not in found:
-        _refuse_no_branch(branch)
+        _refuse_no_new_branch(branch)
     return found.get(branch)
 
 

@@ -25,7 +25,7 @@ from dex.evaluation.held_out import TASK, Blocks, check_context, held_out_losses
 from dex.evaluation.paired import Interval
 from dex.evaluation.records import Result
 from dex.evaluation.tables import interval, markdown, p_value, terminal
-from dex.lock import LOCK, read_lock
+from dex.lock import LOCK, Lock, read_lock
 from dex.models import use_chat_template
 from dex.output import refuse_output_over, refuse_to_overwrite, whole_folder, write_json, write_whole
 from dex.plots import check_matplotlib
@@ -191,12 +191,13 @@ def dial(
         raise DexError(f"{adapter} is not the folder of an adapter (no adapter_config.json); name a run's adapter/.")
     check_scales(scales, adapter, read_adapter_config(adapter))
     chosen = _with_one(scales)
-    found, place = _recipe_of(Path(adapter), recipe)
+    lock = read_lock(Path(adapter)) if recipe is None else None
+    found, place = _recipe_of(Path(adapter), recipe, lock)
     say(f"the text is the held-out part of {place}")
     evaluated = load_evaluated(adapter, "", "auto", batch_size)
     held_out, blocks = _held_out_part(found, evaluated)
-    if recipe is None:
-        _refuse_other_text(Path(adapter), held_out)
+    if lock is not None:
+        _refuse_other_text(lock, place, held_out)
     measured = [_at(scale, evaluated, held_out, blocks) for scale in chosen]
     made = Dial(
         adapter=evaluated.identity,
@@ -224,13 +225,13 @@ def _with_one(scales: Sequence[float]) -> list[float]:
     return chosen
 
 
-def _recipe_of(adapter: Path, given: Recipe | str | Path | None) -> tuple[Recipe, str]:
+def _recipe_of(adapter: Path, given: Recipe | str | Path | None, lock: Lock | None) -> tuple[Recipe, str]:
     """The recipe whose held-out part is meant, and where it is."""
     if isinstance(given, Recipe):
         return given, "the recipe that was given"
     if given is not None:
         return load_recipe(given), str(given)
-    if (lock := read_lock(adapter)) is not None:
+    if lock is not None:
         place = str(adapter / LOCK)
         return parse_recipe("\n".join(yaml_lines(lock.recipe)), f"the recipe of {place}"), place
     beside = adapter.resolve().parent / RECIPE
@@ -242,12 +243,11 @@ def _recipe_of(adapter: Path, given: Recipe | str | Path | None) -> tuple[Recipe
     )
 
 
-def _refuse_other_text(adapter: Path, held_out: HeldOut) -> None:
+def _refuse_other_text(lock: Lock, place: str, held_out: HeldOut) -> None:
     """What is held out of changed data may be what the adapter was trained on."""
-    lock = read_lock(adapter)
-    if lock is not None and lock.data.held_out != held_out.fingerprint:
+    if lock.data.held_out != held_out.fingerprint:
         raise DexError(
-            f"The data of {adapter / LOCK} changed since: its held-out part is not the one that the run had, and may "
+            f"The data of {place} changed since: its held-out part is not the one that the run had, and may "
             "be text that was trained on; put the former data back, or name a recipe of other text with --recipe."
         )
 

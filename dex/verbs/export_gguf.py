@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dex.cards.front_matter import glean_front_matter
-from dex.cards.kind import read_json
 from dex.console import say
 from dex.errors import DexError
+from dex.json_object import read_json
 from dex.models import ANY, ModelSource, load_config, load_model, load_tokenizer
 from dex.output import refuse_to_overwrite_file, whole_file
 from dex.settings import shown

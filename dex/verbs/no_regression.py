@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from dex.cards.facts import read_facts
-from dex.cards.kind import read_json
 from dex.console import say
 from dex.errors import DexError
+from dex.json_object import read_json
 from dex.lock import LOCK, Lock
 from dex.verbs.compare import Model, compare_models, read_models
 from dex.verbs.recognise import Identities, all_have, bases_among
